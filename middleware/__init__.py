@@ -1,0 +1,8 @@
+"""Idempotent message processing on Dramatiq, Redis, PostgreSQL and peewee."""
+
+from . import errors, tables
+from .broker import DurableRedisBroker
+from .database import Database
+from .idempotent import IdempotentConsumer
+
+__all__ = ["Database", "DurableRedisBroker", "IdempotentConsumer", "errors", "tables"]

@@ -1,0 +1,141 @@
+"""A psycopg2 connection that keeps the transaction of a key whole.
+
+While a claim is open on it, nobody but `GuardedTransaction` may end the transaction (T3). It also
+remembers what `ends.judge` wants to know: the error that aborted the transaction, and when the
+server last heard from us.
+"""
+
+from __future__ import annotations
+
+import re
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psycopg2
+from psycopg2.extensions import TRANSACTION_STATUS_INERROR
+from psycopg2.extensions import connection as Connection
+from psycopg2.extensions import cursor as Cursor
+
+from .errors import TransactionEscaped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .inbox import Claim
+
+_ENDING = (
+    r"(?:commit|end|abort|begin|start\s+transaction|prepare\s+transaction"
+    r"|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
+)
+_COMMENT = r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+#: A statement that can only end the transaction.
+_ends_transaction = re.compile(_COMMENT + _ENDING, re.IGNORECASE | re.DOTALL).match
+#: A text that has such a statement somewhere, or only looks like it: a string, a CASE ... END.
+_may_end_transaction = re.compile(r"(?:;|\*/|\n)\s*" + _ENDING, re.IGNORECASE).search
+
+IN_FAILED_TRANSACTION = "25P02"
+
+
+class GuardedConnection(Connection):
+    """A connection that refuses to end the transaction of an open claim."""
+
+    #: The claim whose transaction is open; None: the connection behaves like any other.
+    claim: Claim | None = None
+    #: Whether the inbox's statement was prepared in this session.
+    prepared = False
+    #: What aborted the transaction, or nearly did.
+    failure: psycopg2.Error | None = None
+    statement_began_s = 0.0
+    statement_ended_s = 0.0
+    #: How long the server had heard nothing when the last statement was sent, in seconds.
+    silence_s = 0.0
+
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse to end the transaction, and remember it should the body swallow the error.
+
+        Raises:
+          TransactionEscaped: always.
+        """
+        assert self.claim is not None
+        self.claim.escape = escaped(self.claim, what)
+        raise self.claim.escape
+
+    def commit(self) -> None:
+        if self.claim is not None:
+            self.refuse("connection.commit()")
+        super().commit()
+
+    def rollback(self) -> None:
+        if self.claim is not None:
+            self.refuse("connection.rollback()")
+        super().rollback()
+
+    def close(self) -> None:
+        if self.claim is not None:
+            self.refuse("connection.close()")
+        super().close()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether PostgreSQL can only roll the open transaction back (T2)."""
+        return self.get_transaction_status() == TRANSACTION_STATUS_INERROR
+
+
+class GuardedCursor(Cursor):
+    """A cursor that looks at each statement before it is sent, and at its error."""
+
+    connection: GuardedConnection
+
+    def execute(self, query: Any, vars: Any = None) -> None:
+        connection = self.connection
+        if connection.claim is None:
+            return self._run(super().execute, query, vars)
+        text = query if isinstance(query, str) else _text_of(query, self)
+        if _ends_transaction(text):
+            connection.refuse(text.strip().split(";")[0][:60])
+        if not _may_end_transaction(text):
+            return self._run(super().execute, query, vars)
+        # A COMMIT inside a longer text shows in the number of the transaction (T3).
+        before = _transaction_number(connection)
+        self._run(super().execute, query, vars)
+        if not connection.aborted and _transaction_number(connection) != before:
+            connection.refuse("a text that contains COMMIT or ROLLBACK")
+
+    def executemany(self, query: Any, vars_list: Any) -> None:
+        self._run(super().executemany, query, vars_list)
+
+    def _run(self, method: Callable[[Any, Any], None], query: Any, vars: Any) -> None:
+        connection = self.connection
+        began_s = connection.statement_began_s = monotonic()
+        if not connection.closed:
+            connection.silence_s = began_s - connection.statement_ended_s
+        try:
+            method(query, vars)
+        except psycopg2.Error as error:
+            if error.pgcode != IN_FAILED_TRANSACTION:
+                connection.failure = error
+            raise
+        finally:
+            connection.statement_ended_s = monotonic()
+
+
+def escaped(claim: Claim, what: str) -> TransactionEscaped:
+    """The error for a body that ended its transaction, or tried to, by `what`."""
+    return TransactionEscaped(
+        f"The body of consumer {claim.consumer_name!r} ended, or tried to end, the transaction of "
+        f"message {claim.performed_by!r} by {what}. Remove that from the actor; a block "
+        f"'with database.atomic():' inside it is a savepoint and allowed."
+    )
+
+
+def _transaction_number(connection: GuardedConnection) -> Any:
+    cursor = Connection.cursor(connection, cursor_factory=Cursor)
+    cursor.execute("SELECT pg_current_xact_id_if_assigned()::text")
+    row = cursor.fetchone()
+    return row and row[0]
+
+
+def _text_of(query: Any, cursor: Cursor) -> str:
+    if isinstance(query, bytes):
+        return query.decode("utf-8", "replace")
+    return str(query.as_string(cursor))

@@ -1,0 +1,260 @@
+"""The Consumer of one queue: it acknowledges what is settled and gives back everything else.
+
+Worker threads only write down how their deliveries ended. The consumer thread tells Redis together
+with its next fetch, in one script. An acknowledgement may be late (it comes after the commit, and a
+duplicate is harmless) but never early. The notes outlive a failed call and a restart of the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import replace
+from math import inf
+from threading import Event, Lock
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import redis
+from dramatiq import Consumer, Message
+from dramatiq.errors import ConnectionClosed, DecodeError
+
+from . import payload
+from .delivery import Delivery
+from .errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dramatiq.broker import MessageProxy
+
+    from .broker import DurableRedisBroker
+
+logger = logging.getLogger("onetake")
+
+#: The longest a message waits in Redis while there is room, and a note waits to be told.
+POLL_S = 0.1
+#: An empty queue is asked again after this long, then half as often each time, up to POLL_S.
+FIRST_POLL_S = 0.002
+#: A delivery without a key would be run again after a kill: its acknowledgement is told soon.
+SOON_S = 0.004
+#: An absent Redis is asked again this often.
+AWAY_S = 0.5
+#: Ids in one call, well below what Lua can unpack.
+BATCH = 1_000
+
+
+class DurableConsumer(Consumer):
+    """Hands out the messages of one queue as deliveries; one object for each queue of a worker.
+
+    Arguments:
+      broker: whose Redis, namespace and worker id it uses.
+      queue_name: the queue, or the delay queue where it ends in ".DQ".
+    """
+
+    def __init__(self, broker: DurableRedisBroker, queue_name: str) -> None:
+        self.broker = broker
+        self.queue_name = queue_name
+        self.delayed = queue_name.endswith(".DQ")
+        self.prefetch = 1
+        #: Ids that this worker may still run: running, waiting in memory, or in `ready`.
+        self.in_hand: set[str] = set()
+        self.ready: deque[tuple[str, bytes]] = deque()
+        self.acks: deque[str] = deque()
+        self.dead: deque[str] = deque()
+        self.returns: deque[str] = deque()
+        #: What Redis believes is in our hands may be more than what is.
+        self.doubtful = True
+        self.stopping = False
+        self.lock = Lock()
+        self.wake = Event()
+        #: The thread waits for room and nothing else.
+        self.hungry = False
+        self.poll_s = 0.0
+        self.next_poll_s = self.last_exchange_s = 0.0
+        self.tell_by_s = inf
+
+    def open(self, prefetch: int) -> DurableConsumer:
+        """A consumer thread begins, or begins again, to iterate."""
+        with self.lock:
+            self.prefetch = prefetch
+            if self.delayed:  # the thread alone held these, and it has forgotten them (T31)
+                self.in_hand.clear()
+                self.ready.clear()
+            self.doubtful = True
+        return self
+
+    # The consumer thread
+
+    def __next__(self) -> Delivery | None:
+        if not self.ready and self._wait():
+            self.exchange()
+        while self.ready:
+            delivery = self._decode(*self.ready.popleft())
+            if delivery is not None:
+                return delivery
+        return None
+
+    def _wait(self) -> bool:
+        """Wait until there is something to tell or to ask; False when nothing came up."""
+        give_up_s = monotonic() + POLL_S
+        while True:
+            self.hungry = True
+            due_s = self._due_s()  # looks at the room again after every wake-up (T40)
+            now_s = monotonic()
+            if due_s <= now_s or now_s >= give_up_s:
+                self.hungry = False
+                return due_s <= now_s
+            self.wake.wait(min(due_s, give_up_s) - now_s)
+            self.wake.clear()
+
+    def _due_s(self) -> float:
+        """When the next exchange is due: at once with enough room, soon with any, else for notes."""
+        due_s = self.tell_by_s
+        room = self.room
+        if room > 0 and not self.stopping:
+            enough = 2 * room >= self.prefetch
+            due_s = min(due_s, self.next_poll_s if enough else self.last_exchange_s + POLL_S)
+        return max(due_s, self.next_poll_s if self.broker.outage.lasts else 0.0)
+
+    @property
+    def room(self) -> int:
+        return self.prefetch - len(self.in_hand)
+
+    def exchange(self) -> bool:
+        """Tell Redis what became of the deliveries, and fetch what there is room for.
+
+        Returns:
+          Whether Redis answered; if not, everything is kept for the next time.
+        """
+        with self.lock:
+            self.tell_by_s = inf
+            notes = [_take(kind) for kind in (self.acks, self.dead, self.returns)]
+            wanted = 0 if self.stopping else max(0, min(self.room, BATCH))
+            counts = [len(ids) for ids in notes]
+            try:
+                if self.doubtful:
+                    self._give_back_what_is_not_in_hand(notes)
+                ids, messages = self.broker.call(
+                    "exchange", self.queue_name, self.broker.broker_id, wanted, *counts, *sum(notes, [])
+                )
+            except redis.RedisError as error:
+                self._keep(notes, error)
+                return False
+            self.broker.outage.ends()
+            self._receive(ids, messages, wanted)
+            return True
+
+    def _receive(self, ids: list[bytes], messages: list[bytes | None], wanted: int) -> None:
+        for raw_id, message in zip(ids, messages, strict=True):
+            redis_id = raw_id.decode()
+            if message is None:  # emptied meanwhile: its id leaves our hand with the next exchange
+                self._note(self.acks, redis_id)
+            else:
+                self.in_hand.add(redis_id)
+                self.ready.append((redis_id, message))
+        self.last_exchange_s = monotonic()
+        if wanted:
+            full = len(ids) >= wanted
+            self.poll_s = 0.0 if full else min(max(2 * self.poll_s, FIRST_POLL_S), POLL_S)
+            self.next_poll_s = self.last_exchange_s + self.poll_s
+
+    def _keep(self, notes: list[list[str]], error: redis.RedisError) -> None:
+        for kind, ids in zip((self.acks, self.dead, self.returns), notes, strict=True):
+            kind.extendleft(reversed(ids))
+        self.doubtful = True  # a fetch may have happened whose answer was lost (T32)
+        self.broker.outage.begins(error)
+        self.next_poll_s = monotonic() + AWAY_S
+        if any(notes):
+            self.tell_by_s = self.next_poll_s
+
+    def _give_back_what_is_not_in_hand(self, notes: list[list[str]]) -> None:
+        # Only this thread adds to the set in Redis, so nothing can come in between (T31, T32).
+        believed = {raw_id.decode() for raw_id in self.broker.ids_in_hand(self.queue_name)}
+        notes[2].extend(sorted(believed - self.in_hand.union(*notes))[:BATCH])
+        self.doubtful = False
+
+    def _decode(self, redis_id: str, raw: bytes) -> Delivery | None:
+        """A message that can be worked with; any other becomes a dead letter at once (T21)."""
+        try:
+            message: Message[Any] = Message.decode(raw)
+            payload.check_fields(message)
+        except (DecodeError, InvalidMessage) as error:
+            reason = error.error if isinstance(error, DecodeError) else error
+            logger.error(
+                "Message %s of queue %r cannot be worked with and is a dead letter: %s",
+                redis_id, self.queue_name, reason,
+            )  # fmt: skip
+            self._end(self.dead, redis_id)
+            return None
+        if message.queue_name != self.queue_name:  # the worker looks its consumer up by this name
+            message = replace(message, queue_name=self.queue_name)
+        return Delivery(message, redis_id, raw)
+
+    # The worker threads
+
+    def ack(self, message: MessageProxy) -> None:
+        """The delivery has ended; only what is settled is acknowledged (T22)."""
+        assert isinstance(message, Delivery)
+        # What the stock thread moved out of the delay queue is in its queue by now.
+        if message.settled or self.delayed:
+            self._end(self.acks, message.redis_id, soon=message.unguarded)
+        elif message._exception is not None and not message.given_back:
+            logger.error(
+                "Message %r of actor %r failed, and nothing in the middleware stack stored a retry or "
+                "failed it: it is a dead letter (NotDecided). Add Dramatiq's Retries, or mend retry_when",
+                message.message_id, message.actor_name,
+            )  # fmt: skip
+            self._end(self.dead, message.redis_id)
+        else:
+            self._end(self.returns, message.redis_id)
+
+    def nack(self, message: MessageProxy) -> None:
+        """The delivery failed for good: the message becomes a dead letter, as it came."""
+        assert isinstance(message, Delivery)
+        self._end(self.dead, message.redis_id)
+
+    def requeue(self, messages: Iterable[MessageProxy]) -> None:
+        """Give back messages that were not begun, at once.
+
+        Raises:
+          ConnectionClosed: Redis is away; they are given back by the sweep of another worker.
+        """
+        for message in messages:
+            self.give_back(message)
+        if self.returns and not self.exchange():
+            raise ConnectionClosed(f"Redis is away: messages of {self.queue_name!r} return later")
+
+    def give_back(self, message: MessageProxy) -> None:
+        """A message that was not begun goes back to its queue with the next exchange."""
+        assert isinstance(message, Delivery)
+        self._end(self.returns, message.redis_id)
+
+    def stop_fetching(self) -> None:
+        """From now on nothing is fetched; what was fetched and not handed out goes back."""
+        with self.lock:
+            self.stopping = True
+            while self.ready:
+                self._end(self.returns, self.ready.popleft()[0])
+        self.wake.set()
+
+    def close(self) -> None:
+        """Tell Redis what is left to tell; the object stays fit for use."""
+        if self.acks or self.dead or self.returns:
+            self.exchange()
+
+    def _end(self, kind: deque[str], redis_id: str, *, soon: bool = False) -> None:
+        self._note(kind, redis_id, soon=soon)
+        self.in_hand.discard(redis_id)
+        if soon or (self.hungry and self.next_poll_s <= monotonic() and 2 * self.room >= self.prefetch):
+            self.hungry = False
+            self.wake.set()
+
+    def _note(self, kind: deque[str], redis_id: str, *, soon: bool = False) -> None:
+        kind.append(redis_id)
+        self.tell_by_s = min(self.tell_by_s, monotonic() + (SOON_S if soon else POLL_S))
+
+
+def _take(notes: deque[str]) -> list[str]:
+    """Take up to a batch of notes; other threads may add some meanwhile."""
+    return [notes.popleft() for _ in range(min(len(notes), BATCH))]

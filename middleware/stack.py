@@ -1,0 +1,23 @@
+"""Finding a middleware of Dramatiq's in a broker's stack, wherever it stands and whenever it came."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dramatiq import Broker
+    from dramatiq.middleware import Middleware
+
+M = TypeVar("M", bound="Middleware")
+
+
+def find(broker: Broker, kind: type[M]) -> M | None:
+    """The first middleware of this class in the broker's stack, or None."""
+    found: M | None = _find(broker, kind, len(broker.middleware))
+    return found
+
+
+@lru_cache(maxsize=128)
+def _find(broker: Any, kind: Any, _size: int) -> Any:
+    return next((m for m in broker.middleware if isinstance(m, kind)), None)
