@@ -240,7 +240,8 @@ class DurableConsumer(Consumer):
 
     def close(self) -> None:
         """Tell Redis what is left to tell; the object stays fit for use."""
-        if self.acks or self.dead or self.returns:
+        # A worker that stops asks an absent Redis once, not once for each queue.
+        if (self.acks or self.dead or self.returns) and not (self.stopping and self.broker.outage.lasts):
             self.exchange()
 
     def _end(self, kind: deque[str], redis_id: str, *, soon: bool = False) -> None:

@@ -163,6 +163,7 @@ class Consumer:
                 end, reason = judge(error, claim, self.database.lock_timeout_ms)
                 if end is End.WAIT:
                     self.guard.outage.begins(error)
+                    self.database.discard()  # after a fail-over, another server may answer
                     self.guard.stopping.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 elif end is End.RUN_AGAIN and reruns < MAX_RERUNS:

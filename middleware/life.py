@@ -60,10 +60,11 @@ class Life(Middleware):
         self._over.set()
         if self._timer is not None:
             self._timer.join()
-        try:
-            broker.call("leave", broker.broker_id)
-        except redis.RedisError as error:
-            logger.warning("Redis is away (%s): what this worker had returns by another's sweep", error)
+        if not broker.outage.lasts:
+            try:
+                broker.call("leave", broker.broker_id)
+            except redis.RedisError as error:
+                broker.outage.begins(error)
         broker.consumers.clear()
 
     def _run(self, broker: DurableRedisBroker) -> None:

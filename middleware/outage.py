@@ -30,7 +30,7 @@ class Outage:
             if self._since_s is None:
                 self._since_s = monotonic()
                 reason = " ".join(str(error).split()) or type(error).__name__
-                logger.warning("%s is away: %s. %s", self._server, reason, self._meanwhile)
+                logger.warning("%s cannot be used: %s. %s", self._server, reason, self._meanwhile)
 
     def ends(self) -> None:
         """The server did what was asked. Costs nothing while it always does."""
@@ -40,4 +40,4 @@ class Outage:
             if self._since_s is not None:
                 seconds = monotonic() - self._since_s
                 self._since_s = None
-                logger.info("%s is back after %.1f s.", self._server, seconds)
+                logger.info("%s can be used again after %.1f s.", self._server, seconds)
