@@ -1,8 +1,12 @@
-"""The broker: Dramatiq's RedisBroker that loses nothing on the way to the commit and back."""
+"""The broker: where an enqueue goes, and what Redis is asked to do.
+
+A message sent inside a transaction leaves with the commit, one sent outside leaves at once.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, Literal
 
 import dramatiq.worker
 import redis
@@ -12,15 +16,23 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .consumer import DurableConsumer
-from .delivery import Delivery
+from .delivery import Delivery, current
 from .errors import ConfigurationError
+from .idempotent import IdempotentConsumer
+from .ledger import Ledger
 from .life import Life
 from .outage import Outage
 from .scripts import SCRIPTS
+from .stack import find
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import peewee
     from dramatiq import Message
     from dramatiq.middleware import Middleware
+
+logger = logging.getLogger("onetake")
 
 #: Enough for two round trips' worth of work, few enough to leave some to other workers (T39).
 DEFAULT_PREFETCH = 32
@@ -32,20 +44,25 @@ class DurableRedisBroker(RedisBroker):
     """A RedisBroker whose workers acknowledge only what is settled, and give back the rest.
 
     It keeps Dramatiq's layout in Redis: a stock RedisBroker of the same namespace can enqueue and
-    do maintenance beside it.
+    do maintenance beside it. With a ledger, whatever waits waits in PostgreSQL.
 
     Arguments:
       url: a redis:// URL; None to import without one, then the first call raises.
       namespace: the prefix of all keys.
       heartbeat_timeout: milliseconds of silence after which a worker's messages are handed out
         again. A duplicate is harmless, so this is short.
-      ledger: the models of the ledger; not used yet.
+      ledger: the models of the ledger, (OutboxMessage, DeadLetter); None: retries and delays wait
+        in Redis, and a message that is sent inside a transaction leaves at once.
+      outbox: "always" gives a send outside a transaction one of its own.
+      redis_window: so many messages of a queue are in Redis at most; the others wait in the ledger.
+      max_message_bytes: larger messages are refused where they are sent to the ledger.
       middleware: Dramatiq's default stack where it is None.
       url_variable: the setting that the error about a missing URL names.
       parameters: further arguments of RedisBroker, such as `client`.
 
     Raises:
-      ConfigurationError: at the first call without a URL; at once for a client of a Redis Cluster.
+      ConfigurationError: at the first call without a URL; at once for a client of a Redis Cluster
+        or a ledger that lacks a model.
     """
 
     def __init__(
@@ -54,7 +71,10 @@ class DurableRedisBroker(RedisBroker):
         url: str | None = None,
         namespace: str = "dramatiq",
         heartbeat_timeout: int = 5_000,
-        ledger: Any = None,
+        ledger: Iterable[type[peewee.Model]] | None = None,
+        outbox: Literal["transaction", "always"] = "transaction",
+        redis_window: int = 10_000,
+        max_message_bytes: int = 1 << 20,
         middleware: list[Middleware] | None = None,
         client: redis.Redis | None = None,
         url_variable: str = "REDIS_URL",
@@ -62,9 +82,13 @@ class DurableRedisBroker(RedisBroker):
     ) -> None:
         if isinstance(client, redis.RedisCluster):
             raise ConfigurationError("Redis Cluster cannot hold Dramatiq's keys: use a single Redis.")
+        if outbox not in ("transaction", "always"):
+            raise ConfigurationError(f"outbox is {outbox!r}; it must be 'transaction' or 'always'.")
         self.url = url
         self.url_variable = url_variable
-        self.ledger = ledger
+        self.ledger = None if ledger is None else Ledger(ledger, max_message_bytes)
+        self.always = outbox == "always"
+        self.redis_window = redis_window
         self.consumers: dict[str, DurableConsumer] = {}
         self.outage = Outage("Redis", "Workers wait for it; running actors go on")
         self._given = client is not None or bool(parameters)
@@ -80,6 +104,13 @@ class DurableRedisBroker(RedisBroker):
         )
         self.scripts |= {name: self.client.register_script(text) for name, text in SCRIPTS.items()}
         self.add_middleware(Life())
+
+    @property
+    def guard(self) -> IdempotentConsumer:
+        """The IdempotentConsumer in the stack; a worker does not boot without one."""
+        guard = find(self, IdempotentConsumer)
+        assert guard is not None
+        return guard
 
     def check_url(self) -> None:
         """A broker that knows its Redis passes.
@@ -111,20 +142,113 @@ class DurableRedisBroker(RedisBroker):
         return consumer.open(prefetch)
 
     def enqueue(self, message: Message[Any], *, delay: int | None = None) -> Message[Any]:
-        """Enqueue a message; a delivery whose body has ended is enqueued for a retry.
+        """Send a message: into the ledger if it has to wait for anything, else to Redis.
+
+        Arguments:
+          message: its option ``outbox=False`` sends it at once, also inside a transaction.
+          delay: milliseconds.
 
         Raises:
-          ConnectionClosed: Redis is away, or refused.
-          InvalidKey: the business key cannot be stored.
+          ConnectionClosed: it was to leave at once, and Redis is away or refused.
+          InvalidKey, MessageTooLarge: it cannot be stored.
+          ConfigurationError: ``outbox=False`` together with a delay.
         """
-        if not isinstance(message, Delivery) or message.running:
+        if isinstance(message, Delivery) and not message.running:
+            return self._retry(message, delay)
+        at_once = message.options.get("outbox") is False
+        if "outbox" in message.options:
+            kept = {name: value for name, value in message.options.items() if name != "outbox"}
+            message = message._replace(options=kept)
+        if at_once and delay is not None:
+            raise ConfigurationError("outbox=False sends at once, so it goes with no delay: drop one of the two.")
+        if self.ledger is None or at_once:
             return super().enqueue(message, delay=delay)
-        # Not settled before the retry is safe: if Redis is away the delivery is given back (T9).
-        message.given_back = True
-        retry: Message[Any] = super().enqueue(message.as_it_came(), delay=delay)
-        message.given_back = False
-        message.settled = True
+        waits = delay is not None or self.always or self.ledger.database.in_transaction()
+        if not waits and current.failed is None:
+            return super().enqueue(message)
+        self.emit_before("enqueue", message, delay)
+        if current.failed is not None:  # a hook after the body: it leaves with the end of the delivery
+            current.failed.sent.append((message.copy(), delay or 0))
+        else:
+            self.ledger.owe(message, delay or 0)
+            if not delay:
+                self.wake_after_commit()
+        self.emit_after("enqueue", message, delay)
+        return message
+
+    def _retry(self, delivery: Delivery, delay: int | None) -> Message[Any]:
+        """A delivery that has ended is sent again; it is settled when that is safe (T9)."""
+        retry = delivery.as_it_came()
+        if self.ledger is not None:
+            self.emit_before("enqueue", retry, delay)
+            delivery.retry = (retry, delay or 0)  # stored by `settle`
+            self.emit_after("enqueue", retry, delay)
+            return retry
+        delivery.given_back = True
+        retry = super().enqueue(retry, delay=delay)
+        delivery.given_back = False
+        delivery.settled = True
         return retry
+
+    def outbox_statement(
+        self,
+        message: Message[Any],
+        style: Literal["format", "numeric"] = "format",
+        delay: int = 0,
+    ) -> tuple[str, tuple[Any, ...]]:
+        """The statement that sends a message with anybody's transaction of the same database.
+
+        Arguments:
+          message: made by an actor's `message()`.
+          style: of the parameters: "format" for %s, "numeric" for $1.
+          delay: milliseconds.
+
+        Returns:
+          The statement and its values. The message leaves at most 250 ms after the commit, or at
+          once after `wake()`.
+        """
+        if self.ledger is None:
+            raise ConfigurationError("Without a ledger there is no outbox: hand the broker ledger=(...).")
+        if style not in ("format", "numeric"):
+            raise ConfigurationError(f"style is {style!r}; it must be 'format' or 'numeric'.")
+        self.emit_before("enqueue", message, delay or None)
+        text, values = self.ledger.insert, self.ledger.values_of(message, 0, delay)
+        if style == "numeric":
+            for number in range(1, len(values) + 1):
+                text = text.replace("%s", f"${number}", 1)
+        return text, values
+
+    def enqueue_on(self, connection: Any, message: Message[Any], *, delay: int = 0) -> Message[Any]:
+        """Send a message with the transaction that is open on any DB-API connection.
+
+        Arguments:
+          connection: of the ledger's database: psycopg2, psycopg, Django's, SQLAlchemy's raw one.
+          message: made by an actor's `message()`.
+          delay: milliseconds.
+        """
+        with connection.cursor() as cursor:
+            cursor.execute(*self.outbox_statement(message, delay=delay))
+        self.emit_after("enqueue", message, delay or None)
+        return message
+
+    def wake(self) -> None:
+        """Tell a relay that something is due now; without that it looks 250 ms later (T16)."""
+        try:
+            self.call("wake")
+        except redis.RedisError as error:
+            self.outage.begins(error)  # the poll finds it
+
+    def wake_after_commit(self) -> None:
+        """Wake a relay when the open transaction has committed; once, however much it sends."""
+        assert self.ledger is not None
+        database = self.ledger.database
+        if not database.will_call(self.wake):
+            database.after_commit(self.wake)
+
+    def is_full(self, queue_name: str) -> bool:
+        """Whether Redis has nearly as many messages of a queue as it may have."""
+        size: Any = self.client.hlen(f"{self.namespace}:{queue_name}.msgs")
+        return bool(size > 0.9 * self.redis_window)
 
     def do_enqueue(self, queue_name: str, redis_id: str, data: bytes) -> None:
         self._do("enqueue", queue_name, redis_id, data)
@@ -148,12 +272,12 @@ class DurableRedisBroker(RedisBroker):
         return set(ids)
 
 
-def connect(url: str) -> redis.Redis:
+def connect(url: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
     """A client that waits for an answer no longer than a worker may, and repeats nothing (T32)."""
     return redis.Redis.from_url(
         url,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=ANSWER_TIMEOUT_S,
+        socket_timeout=answer_timeout_s,
         socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),
     )

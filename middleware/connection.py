@@ -41,8 +41,8 @@ class GuardedConnection(Connection):
 
     #: The claim whose transaction is open; None: the connection behaves like any other.
     claim: Claim | None = None
-    #: Whether the inbox's statement was prepared in this session.
-    prepared = False
+    #: The names of the statements that were prepared in this session.
+    prepared: frozenset[str] = frozenset()
     #: What aborted the transaction, or nearly did.
     failure: psycopg2.Error | None = None
     statement_began_s = 0.0

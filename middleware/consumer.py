@@ -15,13 +15,16 @@ from threading import Event, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import peewee
+import psycopg2
 import redis
 from dramatiq import Consumer, Message
 from dramatiq.errors import ConnectionClosed, DecodeError
 
 from . import payload
-from .delivery import Delivery
+from .delivery import Delivery, Owed
 from .errors import InvalidMessage
+from .settlement import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
 
     from .broker import DurableRedisBroker
+    from .ledger import Ledger
 
 logger = logging.getLogger("onetake")
 
@@ -60,6 +64,8 @@ class DurableConsumer(Consumer):
         #: Ids that this worker may still run: running, waiting in memory, or in `ready`.
         self.in_hand: set[str] = set()
         self.ready: deque[tuple[str, bytes]] = deque()
+        #: What is not fit to run: its id, its bytes, and as far as known the message and what is wrong.
+        self.diverted: deque[tuple[str, bytes, Message[Any] | None, BaseException | None]] = deque()
         self.acks: deque[str] = deque()
         self.dead: deque[str] = deque()
         self.returns: deque[str] = deque()
@@ -87,6 +93,8 @@ class DurableConsumer(Consumer):
     # The consumer thread
 
     def __next__(self) -> Delivery | None:
+        if self.diverted and self.broker.ledger is not None:
+            self._divert(self.broker.ledger)
         if not self.ready and self._wait():
             self.exchange()
         while self.ready:
@@ -175,44 +183,65 @@ class DurableConsumer(Consumer):
         self.doubtful = False
 
     def _decode(self, redis_id: str, raw: bytes) -> Delivery | None:
-        """A message that can be worked with; any other becomes a dead letter at once (T21)."""
+        """A message that is fit to run now; any other takes another way, and None is returned."""
+        message: Message[Any] | None = None
         try:
-            message: Message[Any] = Message.decode(raw)
+            message = Message.decode(raw)
             payload.check_fields(message)
-        except (DecodeError, InvalidMessage) as error:
+        except (DecodeError, InvalidMessage) as error:  # T21
             reason = error.error if isinstance(error, DecodeError) else error
-            logger.error(
+            logger.error(  # noqa: TRY400 - the reader needs the reason, not our stack
                 "Message %s of queue %r cannot be worked with and is a dead letter: %s",
-                redis_id, self.queue_name, reason,
-            )  # fmt: skip
-            self._end(self.dead, redis_id)
+                redis_id,
+                self.queue_name,
+                reason,
+            )
+            if self.broker.ledger is None:
+                self._end(self.dead, redis_id)
+            else:
+                self.diverted.append((redis_id, raw, message, reason))
+            return None
+        if self.broker.ledger is not None and (self.delayed or "eta" in message.options):
+            self.diverted.append((redis_id, raw, message, None))
             return None
         if message.queue_name != self.queue_name:  # the worker looks its consumer up by this name
             message = replace(message, queue_name=self.queue_name)
         return Delivery(message, redis_id, raw)
+
+    def _divert(self, ledger: Ledger) -> None:
+        """Store what is not fit to run now: what has its time still to come, what nobody can read.
+
+        Neither must reach the stock thread: it would keep the one in its memory (T39) and drop the
+        good messages that came with the other (T21).
+        """
+        while self.diverted:
+            redis_id, raw, message, error = self.diverted[0]
+            try:
+                ledger.divert(Owed.of(redis_id), raw, self.queue_name, message, error)
+            except (peewee.PeeweeException, psycopg2.Error) as absent:
+                self.broker.guard.outage.begins(absent)
+                ledger.database.discard()
+                return  # tried again with the next exchange
+            self.diverted.popleft()
+            self._end(self.acks, redis_id)
 
     # The worker threads
 
     def ack(self, message: MessageProxy) -> None:
         """The delivery has ended; only what is settled is acknowledged (T22)."""
         assert isinstance(message, Delivery)
-        # What the stock thread moved out of the delay queue is in its queue by now.
-        if message.settled or self.delayed:
+        if self.delayed:  # without a ledger: what the stock thread moved is in its queue by now
+            message.settled = True
+        if not message.settled and not message.given_back:
+            settle(self.broker, message)
+        if message.settled:
             self._end(self.acks, message.redis_id, soon=message.unguarded)
-        elif message._exception is not None and not message.given_back:
-            logger.error(
-                "Message %r of actor %r failed, and nothing in the middleware stack stored a retry or "
-                "failed it: it is a dead letter (NotDecided). Add Dramatiq's Retries, or mend retry_when",
-                message.message_id, message.actor_name,
-            )  # fmt: skip
-            self._end(self.dead, message.redis_id)
         else:
-            self._end(self.returns, message.redis_id)
+            self._end(self.dead if message.dead else self.returns, message.redis_id)
 
     def nack(self, message: MessageProxy) -> None:
-        """The delivery failed for good: the message becomes a dead letter, as it came."""
-        assert isinstance(message, Delivery)
-        self._end(self.dead, message.redis_id)
+        """The delivery has ended, and failed for good."""
+        self.ack(message)
 
     def requeue(self, messages: Iterable[MessageProxy]) -> None:
         """Give back messages that were not begun, at once.

@@ -178,17 +178,17 @@ class Database(peewee.PostgresqlDatabase):
 
     def _claiming(self, connection: GuardedConnection, claim: Claim) -> tuple[str, Any]:
         """BEGIN and the insert of the key as one text, hence in one round trip."""
-        inbox = claim.inbox
+        statement, values = claim.inbox.inserting(claim)
         if self.pgbouncer:
             limits = self._set_limits("SET LOCAL", claim.limits, lock=True)
-            return f"BEGIN; {limits}; {inbox.insert}", inbox.parameters(claim)
-        if not connection.prepared:
-            connection.cursor().execute(inbox.prepare)
-            connection.prepared = True
+            return f"BEGIN; {limits}; {statement.text}", values
+        if statement.name not in connection.prepared:
+            connection.cursor().execute(statement.prepare)
+            connection.prepared |= {statement.name}
         if claim.limits is self.limits:
-            return f"BEGIN; {inbox.execute}", inbox.parameters(claim)
+            return f"BEGIN; {statement.execute}", values
         limits = self._set_limits("SET LOCAL", claim.limits, lock=False)
-        return f"BEGIN; {limits}; {inbox.execute}", inbox.parameters(claim)
+        return f"BEGIN; {limits}; {statement.execute}", values
 
     def cursor(self, named_cursor: Any = None) -> Any:
         state = self._state
@@ -217,6 +217,10 @@ class Database(peewee.PostgresqlDatabase):
         if connection is not None and connection.claim is not None:
             connection.refuse("database.close()")
         return bool(super().close())
+
+    def will_call(self, fn: Any) -> bool:
+        """Whether `after_commit` has this function already."""
+        return fn in self._state.commit_callbacks
 
     def settle_down(self) -> None:
         """Make sure that this thread's connection is idle and outside any transaction, or gone.

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from dramatiq import Message
 from dramatiq.broker import MessageProxy
+
+
+class Owed(NamedTuple):
+    """Which row of the ledger a message has, and of which attempt."""
+
+    message_id: str
+    actor_name: str
+    attempt: int
+
+    @property
+    def redis_id(self) -> str:
+        """The same for the same row and attempt, so that publishing it twice is harmless."""
+        return f"owed-{self.attempt}-{len(self.actor_name)}-{self.actor_name}{self.message_id}"
+
+    @classmethod
+    def of(cls, redis_id: str) -> Owed | None:
+        """The row that a message in Redis came from, None if it came from no row."""
+        if not redis_id.startswith("owed-"):
+            return None
+        _, attempt, size, names = redis_id.split("-", 3)
+        return cls(names[int(size) :], names[: int(size)], int(attempt))
 
 
 class Delivery(MessageProxy):
@@ -21,18 +42,33 @@ class Delivery(MessageProxy):
         super().__init__(message)
         #: Its id in Redis, new at every enqueue; the message id stays.
         self.redis_id = redis_id
+        #: Its row in the ledger, None if it came from none.
+        self.owed = Owed.of(redis_id)
         #: The message as it came.
         self.raw = raw
         #: The end is safe: committed, duplicate, skipped, retry stored, dead letter stored.
         self.settled = False
         #: The delivery ended without an outcome: the message goes back to its queue.
         self.given_back = False
+        #: Without a ledger: it becomes a dead letter in Redis.
+        self.dead = False
+        #: Nothing remains to be done: skipped, or answered as a duplicate.
+        self.done = False
+        #: What Retries decided, and what other hooks sent after the body had failed: messages and
+        #: their delays in milliseconds, stored together with the end.
+        self.retry: tuple[Message[Any], float] | None = None
+        self.sent: list[tuple[Message[Any], float]] = []
         #: The actor opted out of the transaction: a kill before the acknowledgement runs it again.
         self.unguarded = False
         #: The body runs; what it enqueues is no retry, not even this very message.
         self.running = False
         #: The first run of this message set everything off already (I5).
         self.redelivered = False
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of its row; 0 where it has none."""
+        return self.owed.attempt if self.owed else 0
 
     def as_it_came(self) -> Message[Any]:
         """This message with the arguments that arrived, whatever the body did to them (T17)."""
@@ -54,6 +90,8 @@ class _Current(threading.local):
     raw = b""
     #: The wrapper took the message: an actor that is called from now on is called as a function.
     taken = False
+    #: The body of this delivery has failed: what hooks send now is stored with its end.
+    failed: Delivery | None = None
 
 
 current = _Current()

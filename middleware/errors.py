@@ -82,6 +82,10 @@ class TransactionEscaped(PermanentError):
     """
 
 
+class MessageTooLarge(OnetakeError, MiddlewareError):
+    """The encoded message is larger than max_message_bytes; store what is large and send its id."""
+
+
 class NotDecided(PermanentError):
     """The body failed, and nothing in the middleware stack stored a retry or failed it."""
 

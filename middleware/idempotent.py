@@ -70,6 +70,26 @@ class IdempotentConsumer(Middleware):
     def actor_options(self) -> set[str]:
         return {"consumer_name", "idempotency", "on_mismatch", "idle_limit_ms"}
 
+    def insist(self, action: Callable[[], None]) -> bool:
+        """Do something in the database, however long it is away.
+
+        Returns:
+          False where the worker stops before it could be done.
+        """
+        pause_s = FIRST_PAUSE_S
+        while not self.stopping.is_set():
+            try:
+                action()
+            except (peewee.PeeweeException, psycopg2.Error) as error:
+                self.outage.begins(error)
+                self.database.discard()  # after a fail-over, another server may answer
+                self.stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                self.outage.ends()
+                return True
+        return False
+
     def before_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
         check_actor(actor)
 
@@ -98,6 +118,7 @@ class IdempotentConsumer(Middleware):
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
         current.message = message
         current.taken = False
+        current.failed = None
         current.raw = message.raw if isinstance(message, Delivery) else message.encode()
 
     def after_process_message(
@@ -108,7 +129,7 @@ class IdempotentConsumer(Middleware):
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         current.message = None
         if isinstance(message, Delivery) and not message.given_back:
-            message.settled = True  # T29: a message that is skipped ends here
+            message.done = True  # T29
 
 
 class Consumer:
@@ -142,10 +163,11 @@ class Consumer:
         """Perform one delivery: key and body in one transaction, then settled."""
         key = payload.key_of(message._message, self.name)
         digest = payload.digest(args, kwargs)
+        owed = message.owed if isinstance(message, Delivery) else None
         limits = self.limits_of(message)
         pause_s, reruns = FIRST_PAUSE_S, 0
         while not self.guard.stopping.is_set():
-            claim = Claim(self.guard.inbox, self.name, key, message.message_id, digest, limits)
+            claim = Claim(self.guard.inbox, self.name, key, message.message_id, digest, limits, owed)
             try:
                 with self.database.atomic(claim=claim):
                     self.guard.outage.ends()
@@ -155,7 +177,11 @@ class Consumer:
                 return self.settle(message, result)
             except KeyTaken as taken:
                 self.guard.outage.ends()
-                return self.settle(message, self.answer(message, claim, taken.processed))
+                result = self.answer(message, claim, taken.processed)
+                if owed is None:
+                    return self.settle(message, result)
+                message.done = True  # its row of the ledger is still to be deleted
+                return result
             except BaseException as error:
                 if claim.stage is Stage.COMMITTED:
                     logger.exception("after_commit() of message %r failed", message.message_id)
@@ -239,6 +265,7 @@ class Consumer:
     def fail(self, message: MessageProxy, error: BaseException, reason: BaseException) -> NoReturn:
         """Hand the error to Dramatiq, whose Retries decides; it sees the message as it came (T17)."""
         message._message = restored(message._message, current.raw)
+        current.failed = message if isinstance(message, Delivery) else None
         if reason is error:
             raise error
         raise reason from error

@@ -10,7 +10,10 @@ from . import payload
 from .tables import KEY_CONSTRAINT, ProcessedMessage
 
 if TYPE_CHECKING:
+    import peewee
+
     from .connection import GuardedConnection
+    from .delivery import Owed
     from .database import Database
     from .errors import TransactionEscaped
 
@@ -46,6 +49,8 @@ class Claim:
     performed_by: str
     digest: bytes
     limits: Limits
+    #: The row of the ledger that the claim deletes.
+    owed: Owed | None = None
 
     stage: Stage = Stage.NOT_BEGUN
     connection: GuardedConnection | None = None
@@ -81,28 +86,55 @@ class KeyTaken(Exception):  # noqa: N818 - a signal of `begin`, never seen by an
         self.processed = processed
 
 
+def table_of(model: type[peewee.Model]) -> str:
+    """The quoted name of a model's table."""
+    parts = model._meta.schema, model._meta.table_name
+    return ".".join(f'"{part}"' for part in parts if part)
+
+
+class Statement:
+    """One statement, as text and as one that was prepared in a session."""
+
+    def __init__(self, name: str, types: str, text: str) -> None:
+        self.name = name
+        self.text = text
+        count = len(types.split(", "))
+        numbered = text
+        for number in range(1, count + 1):
+            numbered = numbered.replace("%s", f"${number}", 1)
+        self.prepare = f"PREPARE {name} ({types}) AS {numbered}"
+        self.execute = f"EXECUTE {name} ({', '.join(['%s'] * count)})"
+
+
 class Inbox:
     """The statements on one application's table of processed messages."""
 
     def __init__(self, model: type[ProcessedMessage]) -> None:
         self.model = model
-        meta = model._meta
-        self.database: Database = meta.database
-        table = ".".join(f'"{part}"' for part in (meta.schema, meta.table_name) if part)
+        self.database: Database = model._meta.database
+        table = table_of(model)
         columns = "consumer_name, message_id, performed_by, payload_digest, digest_version"
         conflict = f'ON CONFLICT ON CONSTRAINT "{KEY_CONSTRAINT}" DO NOTHING'  # T12
-        self.insert = f"INSERT INTO {table} ({columns}) VALUES (%s, %s, %s, %s, %s) {conflict}"
-        prepared = self.insert.replace("%s, %s, %s, %s, %s", "$1, $2, $3, $4, $5")
-        self.prepare = f"PREPARE onetake_claim (text, text, text, bytea, smallint) AS {prepared}"
-        self.execute = "EXECUTE onetake_claim (%s, %s, %s, %s, %s)"
+        insert = f"INSERT INTO {table} ({columns}) VALUES (%s, %s, %s, %s, %s) {conflict}"
+        self.insert = Statement("onetake_claim", "text, text, text, bytea, smallint", insert)
+        self.insert_owed = self.insert
         where = "WHERE consumer_name = %s AND message_id = %s"
         self.select = f"SELECT performed_by, payload_digest, digest_version, result FROM {table} {where}"
         self.update_result = f"UPDATE {table} SET result = %s {where}"
 
-    def parameters(self, claim: Claim) -> tuple[str, str, str, str, int]:
-        """The values of `insert`, as psycopg2 sends them."""
+    def attach(self, delete: str) -> None:
+        """Let the claim of an owed message delete its row of the ledger in the same statement."""
+        types = "text, text, int, text, text, text, bytea, smallint"
+        text = f"WITH done AS ({delete}) {self.insert.text}"
+        self.insert_owed = Statement("onetake_claim_owed", types, text)
+
+    def inserting(self, claim: Claim) -> tuple[Statement, tuple[Any, ...]]:
+        """The statement that takes a claim's key, and its values."""
         digest = "\\x" + claim.digest.hex()
-        return claim.consumer_name, claim.key, claim.performed_by, digest, payload.DIGEST_VERSION
+        values = claim.consumer_name, claim.key, claim.performed_by, digest, payload.DIGEST_VERSION
+        if claim.owed is None:
+            return self.insert, values
+        return self.insert_owed, (*claim.owed, *values)
 
     def look_up(self, consumer_name: str, key: str) -> Processed | None:
         """What is committed under a key, None if nothing is; in the caller's transaction."""
@@ -111,6 +143,17 @@ class Inbox:
             return None
         performed_by, digest, version, result = row
         return Processed(performed_by, bytes(digest), version, result)
+
+    def is_taken(self, claim: Claim) -> bool:
+        """Whether a key is committed, once a rival that is at work on it has ended.
+
+        It takes the key and frees it again, in a savepoint of the caller's transaction.
+        """
+        with self.database.atomic() as savepoint:
+            _, values = self.inserting(claim)
+            taken = self.database.execute_sql(self.insert.text, values[-5:]).rowcount == 0
+            savepoint.rollback()
+        return bool(taken)
 
     def store_result(self, claim: Claim, result: Any) -> None:
         """Write the result beside the key, in the transaction of the claim.

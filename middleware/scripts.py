@@ -137,6 +137,73 @@ LEAVE = """
 return sweep(ARGV[1])
 """
 
+#: Gives rows of the ledger to Redis, each once. A full Redis refuses, as it should.
+#: ARGV: how many messages a queue may have, then queue, id and message of each row.
+#: Returns for each "ok", "full" or what is wrong with it.
+PUBLISH = """
+local window = tonumber(ARGV[1])
+local answers = {}
+for i = 2, #ARGV, 3 do
+  local list, id = ns .. ":" .. ARGV[i], ARGV[i + 1]
+  local messages = list .. ".msgs"
+  local answer = "ok"
+  local size = redis.pcall("hlen", messages)
+  if type(size) == "table" then answer = size.err
+  elseif size >= window and redis.call("hexists", messages, id) == 0 then answer = "full"
+  else
+    local added = redis.pcall("hsetnx", messages, id, ARGV[i + 2])
+    if type(added) == "table" then answer = added.err
+    elseif added == 1 then
+      local pushed = redis.pcall("rpush", list, id)
+      if type(pushed) == "table" then
+        redis.call("hdel", messages, id)
+        answer = pushed.err
+      end
+    end
+  end
+  answers[#answers + 1] = answer
+end
+return answers
+"""
+
+#: Which of these ids has a message. ARGV: queue, ids. Returns 1 or 0 for each.
+THERE = """
+local messages = ns .. ":" .. ARGV[1] .. ".msgs"
+local answers = {}
+for i = 2, #ARGV do answers[i - 1] = redis.call("hexists", messages, ARGV[i]) end
+return answers
+"""
+
+#: Every message is in the list or in some worker's hand; if fewer are, the list was lost, and
+#: what is missing is put into it. ARGV: queue. Returns how many were.
+REPAIR = """
+local list = ns .. ":" .. ARGV[1]
+local hands, held = {}, redis.call("llen", list)
+for _, worker in ipairs(redis.call("zrange", heartbeats, 0, -1)) do
+  hands[#hands + 1] = ns .. ":__acks__." .. worker .. "." .. ARGV[1]
+  held = held + redis.call("scard", hands[#hands])
+end
+if redis.call("hlen", list .. ".msgs") <= held then return 0 end
+local known, count = {}, 0
+for _, id in ipairs(redis.call("lrange", list, 0, -1)) do known[id] = true end
+for _, hand in ipairs(hands) do
+  for _, id in ipairs(redis.call("smembers", hand)) do known[id] = true end
+end
+for _, id in ipairs(redis.call("hkeys", list .. ".msgs")) do
+  if not known[id] then
+    redis.call("rpush", list, id)
+    count = count + 1
+  end
+end
+return count
+"""
+
+#: Tells one relay that something is due; one note is enough for all.
+WAKE = """
+redis.call("lpush", ns .. ":__wake__", "1")
+redis.call("ltrim", ns .. ":__wake__", 0, 3)
+"""
+
 #: Removes all messages of a queue. ARGV: queue, worker
 PURGE = """
 local list, base = ns .. ":" .. ARGV[1], ns .. ":" .. base_of(ARGV[1])
@@ -157,6 +224,10 @@ SCRIPTS = {
         "exchange": EXCHANGE,
         "beat": BEAT,
         "leave": LEAVE,
+        "publish": PUBLISH,
+        "there": THERE,
+        "repair": REPAIR,
+        "wake": WAKE,
         "purge": PURGE,
         "size": SIZE,
     }.items()

@@ -17,6 +17,15 @@ import peewee
 #: Only a conflict with this constraint means "duplicate" (I4, T12).
 KEY_CONSTRAINT = "processed_messages_key"
 
+#: One obligation for each message and actor; a retry replaces it (section "ledger" of the design).
+OWED_CONSTRAINT = "outbox_messages_key"
+
+#: What the relay asks for: what waits for its time, and what is on its way.
+OUTBOX_INDEXES = {
+    "due": "(due_at) WHERE published_at IS NULL AND refused IS NULL",
+    "published": "(published_at) WHERE published_at IS NOT NULL",
+}
+
 
 class TimestampTZField(peewee.Field):
     """A moment on the database's clock, with its time zone (``timestamptz``)."""
@@ -65,3 +74,79 @@ class ProcessedMessage(peewee.Model):
         constraints: ClassVar[list[Any]] = [
             peewee.SQL(f"CONSTRAINT {KEY_CONSTRAINT} UNIQUE (consumer_name, message_id)")
         ]
+
+
+def _outbox_messages(_model: type[peewee.Model]) -> str:
+    return "outbox_messages"
+
+
+def _dead_letters(_model: type[peewee.Model]) -> str:
+    return "dead_letters"
+
+
+class OutboxMessage(peewee.Model):
+    """The ledger: one row for each message that is owed and not yet done.
+
+    The transaction that inserts a message's key deletes its row, so the table holds exactly what
+    is still to do; Redis is a means of transport.
+
+    Columns:
+      message_id, actor_name: which message this is; unique over both.
+      queue_name: where it is published.
+      attempt: counted up by each retry; nothing replaces or deletes a row of a higher one.
+      message: the encoded message.
+      due_at: not before; sent_at: since when. Both by the database's clock.
+      published_at: when it was last given to Redis, NULL while it waits.
+      refused: why Redis can never take it, NULL otherwise.
+    """
+
+    message_id = peewee.TextField()
+    actor_name = peewee.TextField()
+    queue_name = peewee.TextField()
+    attempt = peewee.IntegerField(constraints=[peewee.SQL("DEFAULT 0")])
+    message = peewee.BlobField()
+    due_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT clock_timestamp()")])
+    sent_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT clock_timestamp()")])
+    published_at = TimestampTZField(null=True)
+    refused = peewee.TextField(null=True)
+
+    class Meta:
+        primary_key = False
+        table_function = _outbox_messages
+        constraints: ClassVar[list[Any]] = [
+            peewee.SQL(f"CONSTRAINT {OWED_CONSTRAINT} UNIQUE (message_id, actor_name)")
+        ]
+
+
+class DeadLetter(peewee.Model):
+    """A message that failed for good, until somebody requeues or discards it.
+
+    Columns:
+      id: the row's own.
+      message_id, consumer_name, actor_name, queue_name: whose it was, as far as could be read.
+      arguments, options: as JSON in ASCII, NULL where the bytes could not be decoded.
+      message: the bytes as they came.
+      reason: why in a few words; error_class, error_text, traceback: the last error.
+      attempt: of its row in the ledger; attempts: how often its body ran.
+      sent_at: when the sender made it, by his clock; died_at: by the database's.
+    """
+
+    id = peewee.BigAutoField()
+    message_id = peewee.TextField(null=True, index=True)
+    consumer_name = peewee.TextField(null=True)
+    actor_name = peewee.TextField(null=True)
+    queue_name = peewee.TextField()
+    arguments = peewee.TextField(null=True)
+    options = peewee.TextField(null=True)
+    message = peewee.BlobField()
+    reason = peewee.TextField()
+    error_class = peewee.TextField(null=True)
+    error_text = peewee.TextField(null=True)
+    traceback = peewee.TextField(null=True)
+    attempt = peewee.IntegerField()
+    attempts = peewee.IntegerField()
+    sent_at = TimestampTZField(null=True)
+    died_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT clock_timestamp()")])
+
+    class Meta:
+        table_function = _dead_letters

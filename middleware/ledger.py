@@ -1,0 +1,253 @@
+"""The ledger: what is owed and not yet done is a row, whatever becomes of Redis.
+
+A message that is sent inside a transaction is written here by that transaction and deleted by the
+one that inserts its key. In between it waits here: for its time, for the relay, for a retry. A
+message that fails for good moves on to the dead letters.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from time import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psycopg2
+from dramatiq import Message
+
+from .delivery import Owed
+from .errors import ConfigurationError, MessageTooLarge
+from .inbox import table_of
+from .tables import OUTBOX_INDEXES, OWED_CONSTRAINT, DeadLetter, OutboxMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import peewee
+
+    from .database import Database
+    from .delivery import Delivery
+
+
+class Row(NamedTuple):
+    """A row of the ledger as the relay sees it."""
+
+    owed: Owed
+    queue_name: str
+    message: bytes
+
+
+class Ledger:
+    """The statements on the tables of one application.
+
+    Arguments:
+      models: a concrete OutboxMessage and a concrete DeadLetter, in any order.
+      max_message_bytes: larger messages are refused where they are sent.
+
+    Raises:
+      ConfigurationError: one of the two is missing.
+    """
+
+    def __init__(self, models: Iterable[type[peewee.Model]], max_message_bytes: int) -> None:
+        models = list(models)
+        self.outbox = _model(models, OutboxMessage)
+        self.dead_letters = _model(models, DeadLetter)
+        self.database: Database = self.outbox._meta.database
+        self.max_message_bytes = max_message_bytes
+        table = self.table = table_of(self.outbox)
+        columns = "message_id, actor_name, queue_name, attempt, message, due_at"
+        values = "%s, %s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s)"
+        insert = f"INSERT INTO {table} AS owed ({columns}) VALUES ({values}) ON CONFLICT"
+        on_key = f'ON CONSTRAINT "{OWED_CONSTRAINT}"'
+        self.insert = f"{insert} {on_key} DO NOTHING"
+        self.replace = (
+            f"{insert} {on_key} DO UPDATE SET attempt = excluded.attempt, message = excluded.message, "
+            f"due_at = excluded.due_at, published_at = NULL, refused = NULL "
+            f"WHERE owed.attempt < excluded.attempt"
+        )
+        of_row = "WHERE message_id = %s AND actor_name = %s"
+        self.delete = f"DELETE FROM {table} {of_row} AND attempt <= %s"
+        batch = "(SELECT unnest(%s::text[]), unnest(%s::text[]), unnest(%s::int[]))"
+        self.mark = (
+            f"UPDATE {table} owed SET published_at = now() FROM (SELECT message_id, actor_name FROM {table} "
+            f"WHERE published_at IS NULL AND refused IS NULL "
+            f"AND due_at <= now() - make_interval(secs => %s) AND queue_name <> ALL(%s::text[]) "
+            f"ORDER BY due_at LIMIT %s FOR UPDATE SKIP LOCKED) due "
+            f"WHERE (owed.message_id, owed.actor_name) = (due.message_id, due.actor_name) "
+            f"RETURNING owed.message_id, owed.actor_name, owed.attempt, owed.queue_name, owed.message, "
+            f"owed.due_at"
+        )
+        # T38: rows that a running claim has deleted are passed over, here as in `mark`.
+        self.unmark = (
+            f"UPDATE {table} owed SET published_at = NULL FROM (SELECT message_id, actor_name FROM {table} "
+            f"WHERE (message_id, actor_name, attempt) IN {batch} AND published_at IS NOT NULL "
+            f"FOR UPDATE SKIP LOCKED) lost "
+            f"WHERE (owed.message_id, owed.actor_name) = (lost.message_id, lost.actor_name)"
+        )
+        self.refuse = f"UPDATE {table} SET published_at = NULL, refused = %s {of_row} AND attempt = %s"
+        self.published = (
+            f"SELECT message_id, actor_name, attempt, queue_name FROM {table} "
+            f"WHERE published_at < now() - make_interval(secs => %s)"
+        )
+
+    # What is owed
+
+    def values_of(self, message: Message[Any], attempt: int, delay_ms: float) -> tuple[Any, ...]:
+        """The values of `insert` and `replace`.
+
+        Raises:
+          MessageTooLarge: the encoded message has more bytes than are allowed.
+        """
+        data = message.encode()
+        if len(data) > self.max_message_bytes:
+            raise MessageTooLarge(
+                f"Message {message.message_id!r} of actor {message.actor_name!r} has {len(data)} bytes; "
+                f"{self.max_message_bytes} are allowed (max_message_bytes). Store what is large, and send "
+                f"its id."
+            )
+        return message.message_id, message.actor_name, message.queue_name, attempt, data, delay_ms / 1_000
+
+    def owe(self, message: Message[Any], delay_ms: float = 0.0) -> None:
+        """Write a message down, in the caller's transaction or in one of its own."""
+        self.database.execute_sql(self.insert, self.values_of(message, 0, delay_ms))
+
+    def owe_again(self, delivery: Delivery, message: Message[Any], delay_ms: float) -> None:
+        """Write a retry down; one chain of retries, however often the message was delivered."""
+        self.database.execute_sql(self.replace, self.values_of(message, delivery.attempt + 1, delay_ms))
+
+    def owe_later(self, message: Message[Any]) -> None:
+        """Write down what came with a time of its own, an ``eta`` in milliseconds (T39)."""
+        options = dict(message.options)
+        eta = options.pop("eta", None)
+        delay_ms = eta - time() * 1_000 if type(eta) in (int, float) else 0
+        queue_name = message.queue_name.removesuffix(".DQ")
+        self.owe(message._replace(options=options, queue_name=queue_name), max(0.0, delay_ms))
+
+    def forget(self, owed: Owed) -> None:
+        """Delete the row of a message that is done, unless a later attempt took its place."""
+        self.database.execute_sql(self.delete, owed)
+
+    # What the relay does
+
+    def take_due(self, limit: int, overdue_s: float, full: list[str]) -> list[Row]:
+        """Mark rows that are due as published, and return them, the longest due first.
+
+        Arguments:
+          limit: how many at most.
+          overdue_s: leave those alone that have not been due for so long.
+          full: queues that Redis has enough of.
+        """
+        rows = self.database.execute_sql(self.mark, (overdue_s, full, limit)).fetchall()
+        rows.sort(key=lambda row: row[-1])
+        return [Row(Owed(*row[:3]), row[3], bytes(row[4])) for row in rows]
+
+    def give_back(self, owed: Iterable[Owed]) -> int:
+        """Unmark rows that did not reach Redis, or are no longer there; returns how many were."""
+        columns = [list(column) for column in zip(*owed, strict=True)]
+        return int(self.database.execute_sql(self.unmark, columns).rowcount) if columns else 0
+
+    def set_aside(self, owed: Owed, reason: str) -> None:
+        """A row that Redis can never take stops nobody; it waits for a person."""
+        self.database.execute_sql(self.refuse, (_storable(reason), *owed))
+
+    def on_their_way(self, older_than_s: float) -> list[Row]:
+        """The rows that are published and not done, without their messages."""
+        rows = self.database.execute_sql(self.published, (older_than_s,)).fetchall()
+        return [Row(Owed(*row[:3]), row[3], b"") for row in rows]
+
+    # What is dead
+
+    def bury(self, letter: dict[str, Any]) -> None:
+        """Write a dead letter, made by `letter_of`."""
+        self.dead_letters.insert(letter).execute()
+
+    def divert(
+        self,
+        owed: Owed | None,
+        raw: bytes,
+        queue_name: str,
+        message: Message[Any] | None,
+        error: BaseException | None,
+    ) -> None:
+        """Store a message that arrived and cannot run now, in one transaction.
+
+        With an error it is a dead letter, and its row ends; else it waits for its ``eta``.
+        """
+        with self.database.atomic():
+            if error is None and message is not None:
+                self.owe_later(message)
+                return
+            attempt = owed.attempt if owed is not None else 0
+            self.bury(letter_of(raw, queue_name, message, "not readable", error, attempt=attempt))
+            if owed is not None:
+                self.forget(owed)
+
+
+def letter_of(
+    raw: bytes,
+    queue_name: str,
+    message: Message[Any] | None,
+    reason: str,
+    error: BaseException | None,
+    *,
+    consumer_name: str | None = None,
+    attempt: int = 0,
+    attempts: int = 0,
+) -> dict[str, Any]:
+    """The columns of a dead letter, storable whatever the message holds (T13)."""
+    letter: dict[str, Any] = {
+        "queue_name": _storable(queue_name),
+        "message": raw,
+        "reason": reason,
+        "attempt": attempt,
+        "attempts": attempts,
+        "consumer_name": _storable(consumer_name),
+    }
+    if error is not None:
+        letter["error_class"] = type(error).__name__
+        letter["error_text"] = _storable(str(error))
+        letter["traceback"] = _storable("".join(traceback.format_exception(error, limit=30)))
+    if message is not None:
+        letter |= {
+            "message_id": _storable(str(message.message_id)),
+            "actor_name": _storable(str(message.actor_name)),
+            "arguments": _as_text({"args": message.args, "kwargs": message.kwargs}),
+            "options": _as_text(message.options),
+        }
+        # The sender's clock, and nothing computes with it.
+        if type(message.message_timestamp) in (int, float) and 0 <= message.message_timestamp < 1e14:
+            letter["sent_at"] = psycopg2.TimestampFromTicks(message.message_timestamp / 1_000)
+    return letter
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return json.dumps(value, default=repr, skipkeys=False)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(repr(value))
+
+
+def _storable(text: str | None) -> str | None:
+    """A text that PostgreSQL can store: NUL and lone surrogates are written out."""
+    if text is None:
+        return None
+    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode()
+
+
+def _model(models: list[type[peewee.Model]], kind: type[Any]) -> type[Any]:
+    for model in models:
+        if issubclass(model, kind):
+            return model
+    raise ConfigurationError(
+        f"The ledger lacks a model: hand DurableRedisBroker ledger=(OutboxMessage, DeadLetter), "
+        f"with a subclass of tables.{kind.__name__} on your database among them."
+    )
+
+
+def index_statements(model: type[peewee.Model]) -> list[str]:
+    """The statements that make the partial indexes of an outbox table where they are missing."""
+    name = model._meta.table_name
+    return [
+        f'CREATE INDEX IF NOT EXISTS "{name}_{short}" ON {table_of(model)} {definition}'
+        for short, definition in OUTBOX_INDEXES.items()
+    ]

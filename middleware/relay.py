@@ -1,0 +1,150 @@
+"""The relay: it publishes what is due, and finds out what Redis has lost.
+
+Mark, commit, publish: no row is locked during a call to Redis (T38). What was marked and not
+published, because a relay died in between or Redis came back empty, is found by the audit. Each
+method does one round and returns a count; `run` repeats them.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import peewee
+import psycopg2
+import redis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .broker import DurableRedisBroker
+    from .ledger import Ledger, Row
+
+logger = logging.getLogger("onetake")
+
+#: Rows of one round.
+BATCH = 500
+#: A script's arguments count as memory of a full Redis (T33).
+CHUNK_BYTES = 256 << 10
+#: A wake-up comes at once where it can; this poll is the truth (T16).
+POLL_S = 0.25
+#: How often what is published is looked for in Redis, and how old it must be.
+AUDIT_S, AUDIT_AGE_S = 3.0, 1.0
+#: How long a relay waits for a server that is away.
+AWAY_S = 0.5
+#: Ids in one question.
+IDS = 1_000
+
+
+class Relay:
+    """What moves messages from the ledger to Redis; any number may run at once.
+
+    Arguments:
+      broker: with a ledger.
+      overdue_s: leave those rows to others that have not been due for so long.
+    """
+
+    def __init__(self, broker: DurableRedisBroker, ledger: Ledger, *, overdue_s: float = 0.0) -> None:
+        self.broker = broker
+        self.ledger = ledger
+        self.overdue_s = overdue_s
+        self.batch = BATCH
+        self._full: set[str] = set()
+        self._audited_s = 0.0
+
+    def run(self, stopped: Callable[[], bool], wait: Callable[[float], object]) -> None:
+        """Publish and audit until `stopped`; `wait` sleeps for at most so many seconds."""
+        while not stopped():
+            try:
+                count = self.publish()
+                if monotonic() >= self._audited_s + AUDIT_S:
+                    self.audit()
+                    self._audited_s = monotonic()
+                if not count:
+                    wait(POLL_S)
+            except redis.RedisError as error:
+                self.broker.outage.begins(error)
+                wait(AWAY_S)
+            except (peewee.PeeweeException, psycopg2.Error) as error:
+                self.broker.guard.outage.begins(error)
+                self.ledger.database.discard()
+                wait(AWAY_S)
+        self.ledger.database.discard()
+
+    def wait_for_wake(self, seconds: float) -> None:
+        """Sleep until a sender says that something is due, or the time is over.
+
+        Raises:
+          redis.RedisError: Redis is away.
+        """
+        self.broker.client.brpop([f"{self.broker.namespace}:__wake__"], timeout=seconds)
+
+    def publish(self) -> int:
+        """Publish rows that are due; returns how many Redis took."""
+        self._full = {queue for queue in self._full if self.broker.is_full(queue)}
+        rows = self.ledger.take_due(self.batch, self.overdue_s, sorted(self._full))
+        self.broker.guard.outage.ends()
+        left = list(rows)
+        try:
+            for chunk in _chunks(rows):
+                self._push(chunk)
+                del left[: len(chunk)]
+        except redis.RedisError:
+            self.ledger.give_back(row.owed for row in left)
+            self.batch = max(1, self.batch // 2)
+            raise
+        self.batch = min(BATCH, 2 * self.batch)
+        return len(rows)
+
+    def _push(self, rows: list[Row]) -> None:
+        arguments = [part for row in rows for part in (row.queue_name, row.owed.redis_id, row.message)]
+        answers = self.broker.call("publish", self.broker.redis_window, *arguments)
+        self.broker.outage.ends()
+        refused = []
+        for row, answer in zip(rows, (answer.decode() for answer in answers), strict=True):
+            if answer == "full" or answer.startswith("OOM"):
+                self._full.add(row.queue_name)
+                refused.append(row.owed)
+            elif answer != "ok":
+                logger.error(
+                    "Message %r of actor %r cannot be published and is set aside: %s",
+                    row.owed.message_id,
+                    row.owed.actor_name,
+                    answer,
+                )
+                self.ledger.set_aside(row.owed, answer)
+        self.ledger.give_back(refused)
+
+    def audit(self) -> int:
+        """Publish again what is on its way by the ledger and not in Redis; returns how many."""
+        rows = self.ledger.on_their_way(AUDIT_AGE_S)
+        by_queue: dict[str, list[Row]] = {}
+        for row in rows:
+            by_queue.setdefault(row.queue_name, []).append(row)
+        count = 0
+        for queue, its_rows in by_queue.items():
+            self.broker.call("repair", queue)
+            for start in range(0, len(its_rows), IDS):
+                part = its_rows[start : start + IDS]
+                there = self.broker.call("there", queue, *(row.owed.redis_id for row in part))
+                count += self.ledger.give_back(
+                    row.owed for row, found in zip(part, there, strict=True) if not found
+                )
+        if count:
+            logger.warning("Redis had lost %d messages of the ledger: they are published again", count)
+        return count
+
+
+def _chunks(rows: list[Row]) -> Iterator[list[Row]]:
+    """The rows in portions of at most CHUNK_BYTES; a larger message goes alone (T33)."""
+    chunk: list[Row] = []
+    size = 0
+    for row in rows:
+        if chunk and size + len(row.message) > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += len(row.message)
+    if chunk:
+        yield chunk

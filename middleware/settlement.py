@@ -1,0 +1,119 @@
+"""The one place where a delivery that did not commit becomes safe: its end is a row.
+
+A retry, a dead letter, a message that is skipped or answered: each ends the message's row in the
+ledger, together with whatever the hooks sent after the body had failed. The acknowledgement comes
+afterwards. Without a ledger the ends are Dramatiq's own, in Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from dramatiq import Message
+from dramatiq.errors import ActorNotFound
+from dramatiq.middleware import SkipMessage
+
+from . import payload
+from .delivery import current
+from .errors import InvalidKey, NotDecided, PayloadMismatch, PermanentError, TransactionEscaped
+from .idempotent import Consumer
+from .inbox import Claim
+from .ledger import letter_of
+
+if TYPE_CHECKING:
+    from .broker import DurableRedisBroker
+    from .idempotent import IdempotentConsumer
+    from .delivery import Delivery
+    from .ledger import Ledger
+
+logger = logging.getLogger("onetake")
+
+
+def settle(broker: DurableRedisBroker, delivery: Delivery) -> None:
+    """Make the end of a delivery safe, then mark it settled; the thread waits for the database.
+
+    Afterwards the delivery is settled, dead (a dead letter for Redis to keep) or given back: the
+    worker stops, or there is no end.
+    """
+    current.failed = None
+    undecided = not (delivery.failed or delivery.retry or delivery.done)
+    if undecided and delivery._exception is not None:
+        delivery.fail()
+        logger.error(
+            "Message %r of actor %r failed, and nothing in the middleware stack stored a retry or failed "
+            "it: it is a dead letter (NotDecided). Add Dramatiq's Retries, or mend retry_when",
+            delivery.message_id,
+            delivery.actor_name,
+        )
+        delivery.stuff_exception(NotDecided(f"{delivery._exception!r} was neither retried nor failed"))
+    elif undecided:
+        delivery.given_back = True
+        return
+    ledger = broker.ledger
+    if ledger is None:
+        delivery.dead = delivery.failed
+        delivery.settled = not delivery.failed
+        return
+    guard = broker.guard
+    delivery.settled = guard.insist(lambda: _store(broker, ledger, guard, delivery))
+    delivery.given_back = not delivery.settled
+
+
+def _store(
+    broker: DurableRedisBroker, ledger: Ledger, guard: IdempotentConsumer, delivery: Delivery
+) -> None:
+    """Everything that ends a delivery, in one transaction."""
+    with ledger.database.atomic():
+        if delivery.failed:
+            _bury(broker, ledger, guard, delivery)
+        elif delivery.retry is not None:
+            ledger.owe_again(delivery, *delivery.retry)
+        if delivery.owed is not None and delivery.retry is None:
+            ledger.forget(delivery.owed)
+        for message, delay_ms in delivery.sent:
+            ledger.owe(message, delay_ms)
+        if delivery.sent:
+            broker.wake_after_commit()
+
+
+def _bury(
+    broker: DurableRedisBroker, ledger: Ledger, guard: IdempotentConsumer, delivery: Delivery
+) -> None:
+    error = delivery._exception
+    actor = broker.actors.get(delivery.actor_name)
+    consumer = actor.fn if actor is not None and isinstance(actor.fn, Consumer) else None
+    exempt = isinstance(error, PayloadMismatch | TransactionEscaped)
+    if consumer is not None and consumer.guarded and not exempt:
+        claim = _claim_of(guard, consumer, delivery)
+        if claim is not None and guard.inbox.is_taken(claim):
+            return  # another delivery has done the work: there is nothing to mourn
+    letter = letter_of(
+        delivery.raw,
+        delivery.queue_name,
+        delivery._message,
+        _reason_of(error),
+        error,
+        consumer_name=consumer.name if consumer is not None else None,
+        attempt=delivery.attempt,
+        attempts=int(Message.decode(delivery.raw).options.get("retries", 0)) + 1,
+    )
+    ledger.bury(letter)
+
+
+def _claim_of(guard: IdempotentConsumer, consumer: Consumer, delivery: Delivery) -> Claim | None:
+    try:
+        key = payload.key_of(delivery._message, consumer.name)
+    except InvalidKey:
+        return None  # no work can have been done under it
+    return Claim(guard.inbox, consumer.name, key, delivery.message_id, b"", guard.database.limits)
+
+
+def _reason_of(error: BaseException | None) -> str:
+    if isinstance(error, ActorNotFound):
+        return "unknown actor"
+    if isinstance(error, SkipMessage):
+        return "skipped and failed"
+    if isinstance(error, PermanentError):
+        return "permanent error"
+    return "no retry left" if error is not None else "failed by a middleware"
