@@ -45,6 +45,8 @@ class GuardedConnection(Connection):
     prepared: frozenset[str] = frozenset()
     #: What aborted the transaction, or nearly did.
     failure: psycopg2.Error | None = None
+    #: libpq said that the connection is gone; psycopg2 does not always mark it as closed.
+    lost = False
     statement_began_s = 0.0
     statement_ended_s = 0.0
     #: How long the server had heard nothing when the last statement was sent, in seconds.
@@ -112,6 +114,9 @@ class GuardedCursor(Cursor):
         try:
             method(query, vars)
         except psycopg2.Error as error:
+            # PostgreSQL's errors carry a SQLSTATE, and what psycopg2 finds wrong has other types.
+            if error.pgcode is None and type(error) in (psycopg2.DatabaseError, psycopg2.OperationalError):
+                connection.lost = True
             if error.pgcode != IN_FAILED_TRANSACTION:
                 connection.failure = error
             raise

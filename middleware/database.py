@@ -246,6 +246,9 @@ class Database(peewee.PostgresqlDatabase):
             return
         connection: GuardedConnection = state.conn
         connection.claim = None
+        if connection.lost:
+            self.discard()
+            return
         try:
             if connection.closed == 0 and connection.get_transaction_status() != TRANSACTION_STATUS_IDLE:
                 connection.cursor().execute("ROLLBACK")

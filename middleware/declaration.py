@@ -36,7 +36,7 @@ def check_actor(actor: Actor[Any, Any]) -> None:
     _one_of(name, "idempotency", options.get("idempotency", IDEMPOTENCY[0]), IDEMPOTENCY)
     _one_of(name, "on_mismatch", options.get("on_mismatch", ON_MISMATCH[0]), ON_MISMATCH)
     idle_limit_ms = options.get("idle_limit_ms", 0)
-    if not isinstance(idle_limit_ms, int) or isinstance(idle_limit_ms, bool) or idle_limit_ms < 0:
+    if type(idle_limit_ms) is not int or not 0 <= idle_limit_ms < 2**31:
         raise ConfigurationError(
             f"Actor {name!r}: idle_limit_ms is {idle_limit_ms!r}; it must be a number of "
             f"milliseconds such as 300000, or 0 for no limit."

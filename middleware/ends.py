@@ -51,6 +51,7 @@ SQLSTATES_AT_BEGIN: dict[str, End] = {
     "40001": End.RUN_AGAIN,
     "40P01": End.RUN_AGAIN,
     "55P03": End.GIVE_BACK,
+    "22": End.FAIL,  # data_exception: the message's fault
 }
 
 
@@ -87,6 +88,8 @@ def judge(error: BaseException, claim: Claim, lock_timeout_ms: int) -> tuple[End
     if claim.escape is not None:
         return End.FAIL, claim.escape
     if claim.stage is Stage.NOT_BEGUN:
+        if not isinstance(error, peewee.PeeweeException | psycopg2.Error):
+            return End.FAIL, error  # not the server's fault, so waiting for it is no help
         return look_up(SQLSTATES_AT_BEGIN, sqlstate_of(error), End.WAIT), error
     if claim.lost:
         limit = _exceeded_limit(claim)

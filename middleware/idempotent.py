@@ -43,6 +43,8 @@ MAX_RERUNS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 #: How much older than its actor's time limit a transaction may grow.
 TRANSACTION_GRACE_MS = 30_000
+#: More than this no limit of PostgreSQL can be.
+MAX_LIMIT_MS = 2**31 - 1
 
 
 class IdempotentConsumer(Middleware):
@@ -273,6 +275,7 @@ class Consumer:
     def give_back(self, message: MessageProxy, end: End, error: BaseException | None) -> NoReturn:
         """End a delivery without an outcome: the message comes again, no retry is spent."""
         if end is End.PAUSE:
+            self.database.discard()  # the server may have become a replica
             self.guard.stopping.wait(LONGEST_PAUSE_S)
         reason = " ".join(str(error).split()) if error is not None else "the worker stops"
         text = f"Message {message.message_id!r} for consumer {self.name!r} is given back: {reason}"
@@ -295,7 +298,7 @@ class Consumer:
         own_limit = "time_limit" in self.actor.options or "time_limit" in message.options
         transaction_ms = default.transaction_ms
         if transaction_ms and (own_limit or limit_ms + TRANSACTION_GRACE_MS > transaction_ms):
-            transaction_ms = 0 if isinf(limit_ms) else int(limit_ms) + TRANSACTION_GRACE_MS
+            transaction_ms = 0 if isinf(limit_ms) else min(int(limit_ms) + TRANSACTION_GRACE_MS, MAX_LIMIT_MS)
         limits = Limits(self.actor.options.get("idle_limit_ms", default.idle_ms), transaction_ms)
         return default if limits == default else limits
 

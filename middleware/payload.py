@@ -63,14 +63,11 @@ def key_of(message: Message[Any], consumer_name: str) -> str:
     Raises:
       InvalidKey: an empty or None key is invalid, not absent: leave the option out.
     """
-    options = message.options
-    if "idempotency_key" in options:
-        return valid_key(
-            options["idempotency_key"],
-            "idempotency_key",
-            f"message {message.message_id!r} for consumer {consumer_name!r}",
-        )
-    return valid_key(message.message_id, "The message id", f"a message for consumer {consumer_name!r}")
+    of = f"message {message.message_id!r} for consumer {consumer_name!r}"
+    message_id = valid_key(message.message_id, "The message id", of)
+    if "idempotency_key" not in message.options:
+        return message_id
+    return valid_key(message.options["idempotency_key"], "idempotency_key", of)
 
 
 def digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -163,3 +160,6 @@ def check_fields(message: Message[Any]) -> None:
             continue
         if type(value) not in (int, float) or value < 0:
             raise InvalidMessage(f"Option {name} is {value!r}; it must be a number of at least 0.")
+    throws = message.options.get("throws") or ()
+    if not all(isinstance(one, type) for one in (throws if isinstance(throws, tuple) else (throws,))):
+        raise InvalidMessage(f"Option throws is {throws!r}; it must be an exception class or several.")

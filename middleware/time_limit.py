@@ -8,12 +8,13 @@ when it has ended.
 
 from __future__ import annotations
 
+import sys
 import threading
 from math import inf
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from dramatiq.middleware import ShutdownNotifications, TimeLimit
+from dramatiq.middleware import ShutdownNotifications, TimeLimit, TimeLimitExceeded
 
 from .stack import find
 
@@ -44,6 +45,15 @@ def release(broker: Broker, message: MessageProxy, actor: Actor[Any, Any]) -> No
         shutdown.manager.add_notification()
 
 
+def _has_arrived(error: BaseException | None) -> bool:
+    """Whether the interrupt is what is being handled, or led to it."""
+    while error is not None:
+        if isinstance(error, TimeLimitExceeded):
+            return True
+        error = error.__context__
+    return False
+
+
 def hold(broker: Broker) -> None:
     """Let nothing interrupt this thread: it waits for a key, or ends its transaction.
 
@@ -63,7 +73,7 @@ def hold(broker: Broker) -> None:
         return
     with manager.mu:
         fired = manager.deadlines.pop(me, inf) is None
-    if fired:
+    if fired and not _has_arrived(sys.exception()):
         # The manager clears a deadline under its lock and raises after it: wait for it here.
         until_s = monotonic() + _ARRIVAL_S
         while monotonic() < until_s:

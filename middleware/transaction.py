@@ -71,6 +71,8 @@ class GuardedTransaction(peewee._transaction):
     def _escaped(self) -> bool:
         """Whether key and effect are no longer in this transaction, or may not be."""
         state, connection = self.db._state, self._connection
+        if connection.lost and self.claim.escape is None:
+            return False  # whatever its state, it is gone
         return (
             self.claim.escape is not None
             or state.conn is not connection
@@ -95,7 +97,7 @@ class GuardedTransaction(peewee._transaction):
         connection, claim = self._connection, self.claim
         if claim.stage is Stage.OPEN and claim.escape is None and self._escaped():
             claim.escape = escaped(claim, "closing or replacing its connection")
-        claim.lost = connection.closed == _LOST
+        claim.lost = connection.lost or connection.closed == _LOST
         if connection.closed == 0 and connection.aborted:
             claim.aborted_by = connection.failure
         claim.last_statement_ms = 1_000 * (connection.statement_ended_s - connection.statement_began_s)
