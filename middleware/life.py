@@ -17,12 +17,16 @@ from dramatiq.middleware import Middleware
 
 from .errors import ConfigurationError
 from .idempotent import IdempotentConsumer
+from .relay import Relay
 from .stack import find
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dramatiq import Broker, Worker
 
     from .broker import DurableRedisBroker
+    from .ledger import Ledger
 
 logger = logging.getLogger("onetake")
 
@@ -35,17 +39,28 @@ class Life(Middleware):
 
     def __init__(self) -> None:
         self._over = Event()
-        self._timer: Thread | None = None
+        self._threads: list[Thread] = []
 
     def before_worker_boot(self, broker: Any, worker: Worker) -> None:
         _check_stack(broker)
         _check_redis(broker)
+        if broker.ledger is not None:
+            _check_ledger(broker, broker.ledger)
+            broker.guard.inbox.attach(broker.ledger.delete)
         broker.broker_id = str(uuid4())  # T18: a worker of its own, also in a forked process
 
     def after_worker_boot(self, broker: Any, worker: Worker) -> None:
         self._over.clear()
-        self._timer = Thread(target=self._run, args=(broker,), name="onetake-life", daemon=True)
-        self._timer.start()
+        self._start("onetake-life", self._beat, broker)
+        if broker.ledger is not None:
+            # Without a relay everything still moves, a second later.
+            relay = Relay(broker, broker.ledger, overdue_s=1.0)
+            self._start("onetake-relay", relay.run, self._over.is_set, self._over.wait)
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        thread = Thread(target=target, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def before_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         # T23: Dramatiq would wait for the running actors first and go on fetching meanwhile.
@@ -58,8 +73,8 @@ class Life(Middleware):
 
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         self._over.set()
-        if self._timer is not None:
-            self._timer.join()
+        while self._threads:
+            self._threads.pop().join()
         if not broker.outage.lasts:
             try:
                 broker.call("leave", broker.broker_id)
@@ -67,7 +82,7 @@ class Life(Middleware):
                 broker.outage.begins(error)
         broker.consumers.clear()
 
-    def _run(self, broker: DurableRedisBroker) -> None:
+    def _beat(self, broker: DurableRedisBroker) -> None:
         steady = ""
         while not self._over.is_set():
             try:
@@ -110,6 +125,14 @@ def _check_stack(broker: Broker) -> None:
         raise ConfigurationError(
             "DurableRedisBroker acknowledges only what is settled, and nothing here settles: call "
             "broker.add_middleware(IdempotentConsumer(ProcessedMessage)) before the worker boots."
+        )
+
+
+def _check_ledger(broker: DurableRedisBroker, ledger: Ledger) -> None:
+    if ledger.database is not broker.guard.database:
+        raise ConfigurationError(
+            f"{ledger.outbox.__name__} and {broker.guard.inbox.model.__name__} have different Database "
+            f"objects, so they share no transaction: give both the same one."
         )
 
 
