@@ -160,7 +160,9 @@ class DurableRedisBroker(RedisBroker):
             kept = {name: value for name, value in message.options.items() if name != "outbox"}
             message = message._replace(options=kept)
         if at_once and delay is not None:
-            raise ConfigurationError("outbox=False sends at once, so it goes with no delay: drop one of the two.")
+            raise ConfigurationError(
+                "outbox=False sends at once, so it goes with no delay: drop one of the two."
+            )
         if self.ledger is None or at_once:
             return super().enqueue(message, delay=delay)
         waits = delay is not None or self.always or self.ledger.database.in_transaction()

@@ -115,7 +115,10 @@ class GuardedCursor(Cursor):
             method(query, vars)
         except psycopg2.Error as error:
             # PostgreSQL's errors carry a SQLSTATE, and what psycopg2 finds wrong has other types.
-            if error.pgcode is None and type(error) in (psycopg2.DatabaseError, psycopg2.OperationalError):
+            if error.pgcode is None and type(error) in (
+                psycopg2.DatabaseError,
+                psycopg2.OperationalError,
+            ):
                 connection.lost = True
             if error.pgcode != IN_FAILED_TRANSACTION:
                 connection.failure = error

@@ -144,7 +144,12 @@ class DurableConsumer(Consumer):
                 if self.doubtful:
                     self._give_back_what_is_not_in_hand(notes)
                 ids, messages = self.broker.call(
-                    "exchange", self.queue_name, self.broker.broker_id, wanted, *counts, *sum(notes, [])
+                    "exchange",
+                    self.queue_name,
+                    self.broker.broker_id,
+                    wanted,
+                    *counts,
+                    *sum(notes, []),
                 )
             except redis.RedisError as error:
                 self._keep(notes, error)
@@ -190,7 +195,7 @@ class DurableConsumer(Consumer):
             payload.check_fields(message)
         except (DecodeError, InvalidMessage) as error:  # T21
             reason = error.error if isinstance(error, DecodeError) else error
-            logger.error(  # noqa: TRY400 - the reader needs the reason, not our stack
+            logger.error(
                 "Message %s of queue %r cannot be worked with and is a dead letter: %s",
                 redis_id,
                 self.queue_name,

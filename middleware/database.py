@@ -268,7 +268,7 @@ class Database(peewee.PostgresqlDatabase):
 
 
 def _for_libpq(url: str) -> str:
-    """peewee takes for a URL only what begins with postgresql://; hosting services write more."""
+    """Peewee takes for a URL only what begins with postgresql://; hosting services write more."""
     for prefix in ("postgres://", "postgresql+psycopg2://"):
         if url.startswith(prefix):
             return "postgresql://" + url[len(prefix) :]

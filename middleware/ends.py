@@ -15,7 +15,6 @@ from dramatiq.middleware import Shutdown
 from .errors import LimitExceeded
 from .inbox import Claim, Stage
 
-
 LOCK_NOT_AVAILABLE = "55P03"
 #: Our clock and the server's do not start together.
 _NEARLY = 0.95
@@ -89,7 +88,10 @@ def judge(error: BaseException, claim: Claim, lock_timeout_ms: int) -> tuple[End
         return End.FAIL, claim.escape
     if claim.stage is Stage.NOT_BEGUN:
         if not isinstance(error, peewee.PeeweeException | psycopg2.Error):
-            return End.FAIL, error  # not the server's fault, so waiting for it is no help
+            return (
+                End.FAIL,
+                error,
+            )  # not the server's fault, so waiting for it is no help
         return look_up(SQLSTATES_AT_BEGIN, sqlstate_of(error), End.WAIT), error
     if claim.lost:
         limit = _exceeded_limit(claim)

@@ -82,6 +82,10 @@ class TransactionEscaped(PermanentError):
     """
 
 
+class NotRequeued(OnetakeError):
+    """A dead letter is not sent again; the text says why, and what can be done."""
+
+
 class MessageTooLarge(OnetakeError, MiddlewareError):
     """The encoded message is larger than max_message_bytes; store what is large and send its id."""
 

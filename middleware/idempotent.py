@@ -12,6 +12,8 @@ import threading
 from math import isinf
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import peewee
+import psycopg2
 from dramatiq.middleware import Middleware
 from dramatiq.results import Results
 
@@ -124,7 +126,12 @@ class IdempotentConsumer(Middleware):
         current.raw = message.raw if isinstance(message, Delivery) else message.encode()
 
     def after_process_message(
-        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: Any = None
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: Any = None,
     ) -> None:
         current.message = None
 
@@ -169,7 +176,15 @@ class Consumer:
         limits = self.limits_of(message)
         pause_s, reruns = FIRST_PAUSE_S, 0
         while not self.guard.stopping.is_set():
-            claim = Claim(self.guard.inbox, self.name, key, message.message_id, digest, limits, owed)
+            claim = Claim(
+                self.guard.inbox,
+                self.name,
+                key,
+                message.message_id,
+                digest,
+                limits,
+                owed,
+            )
             try:
                 with self.database.atomic(claim=claim):
                     self.guard.outage.ends()
@@ -182,7 +197,7 @@ class Consumer:
                 result = self.answer(message, claim, taken.processed)
                 if owed is None:
                     return self.settle(message, result)
-                message.done = True  # its row of the ledger is still to be deleted
+                message.done = True  # type: ignore[attr-defined] # its row of the ledger is still to be deleted
                 return result
             except BaseException as error:
                 if claim.stage is Stage.COMMITTED:

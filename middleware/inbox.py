@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import peewee
 
     from .connection import GuardedConnection
-    from .delivery import Owed
     from .database import Database
+    from .delivery import Owed
     from .errors import TransactionEscaped
 
 
@@ -78,7 +78,7 @@ class Processed:
     result: Any
 
 
-class KeyTaken(Exception):  # noqa: N818 - a signal of `begin`, never seen by an application
+class KeyTaken(Exception):
     """The key is committed: this delivery is a duplicate. Carries what stands under the key."""
 
     def __init__(self, processed: Processed) -> None:
@@ -131,7 +131,13 @@ class Inbox:
     def inserting(self, claim: Claim) -> tuple[Statement, tuple[Any, ...]]:
         """The statement that takes a claim's key, and its values."""
         digest = "\\x" + claim.digest.hex()
-        values = claim.consumer_name, claim.key, claim.performed_by, digest, payload.DIGEST_VERSION
+        values = (
+            claim.consumer_name,
+            claim.key,
+            claim.performed_by,
+            digest,
+            payload.DIGEST_VERSION,
+        )
         if claim.owed is None:
             return self.insert, values
         return self.insert_owed, (*claim.owed, *values)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import peewee
 
     from .database import Database
-    from .delivery import Delivery
 
 
 class Row(NamedTuple):
@@ -105,15 +104,22 @@ class Ledger:
                 f"{self.max_message_bytes} are allowed (max_message_bytes). Store what is large, and send "
                 f"its id."
             )
-        return message.message_id, message.actor_name, message.queue_name, attempt, data, delay_ms / 1_000
+        return (
+            message.message_id,
+            message.actor_name,
+            message.queue_name,
+            attempt,
+            data,
+            delay_ms / 1_000,
+        )
 
     def owe(self, message: Message[Any], delay_ms: float = 0.0) -> None:
         """Write a message down, in the caller's transaction or in one of its own."""
         self.database.execute_sql(self.insert, self.values_of(message, 0, delay_ms))
 
-    def owe_again(self, delivery: Delivery, message: Message[Any], delay_ms: float) -> None:
-        """Write a retry down; one chain of retries, however often the message was delivered."""
-        self.database.execute_sql(self.replace, self.values_of(message, delivery.attempt + 1, delay_ms))
+    def owe_again(self, attempt: int, message: Message[Any], delay_ms: float) -> None:
+        """Write down what follows an attempt; once, however often that attempt was delivered."""
+        self.database.execute_sql(self.replace, self.values_of(message, attempt + 1, delay_ms))
 
     def owe_later(self, message: Message[Any]) -> None:
         """Write down what came with a time of its own, an ``eta`` in milliseconds (T39)."""

@@ -105,7 +105,10 @@ def beat(broker: DurableRedisBroker, steady: str) -> str:
     timeout, keep = broker.heartbeat_timeout, broker.dead_message_ttl
     raw_steady, count = broker.call("beat", broker.broker_id, timeout, steady, keep, *queues)
     if count:
-        logger.info("%d messages of workers that gave no sign of life are handed out again", count)
+        logger.info(
+            "%d messages of workers that gave no sign of life are handed out again",
+            count,
+        )
     return str(raw_steady.decode())
 
 

@@ -104,7 +104,11 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
     if isinstance(value, type) or callable(value):
-        return ["name", getattr(value, "__module__", ""), getattr(value, "__qualname__", str(value))]
+        return [
+            "name",
+            getattr(value, "__module__", ""),
+            getattr(value, "__qualname__", str(value)),
+        ]
     reduced = value.__reduce_ex__(2)
     parts = [reduced] if isinstance(reduced, str) else [_canonical(part) for part in reduced[1:3]]
     kind = type(value)
@@ -141,7 +145,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 #: The options with which Retries, TimeLimit and AgeLimit compute: a wrong type there raises in a
 #: hook, after the body, when nobody can decide what becomes of the message.
-_NUMBERS = ("retries", "max_retries", "min_backoff", "max_backoff", "time_limit", "max_age")
+_NUMBERS = (
+    "retries",
+    "max_retries",
+    "min_backoff",
+    "max_backoff",
+    "time_limit",
+    "max_age",
+)
 
 
 def check_fields(message: Message[Any]) -> None:

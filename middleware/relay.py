@@ -132,7 +132,10 @@ class Relay:
                     row.owed for row, found in zip(part, there, strict=True) if not found
                 )
         if count:
-            logger.warning("Redis had lost %d messages of the ledger: they are published again", count)
+            logger.warning(
+                "Redis had lost %d messages of the ledger: they are published again",
+                count,
+            )
         return count
 
 

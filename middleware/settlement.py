@@ -16,15 +16,21 @@ from dramatiq.middleware import SkipMessage
 
 from . import payload
 from .delivery import current
-from .errors import InvalidKey, NotDecided, PayloadMismatch, PermanentError, TransactionEscaped
+from .errors import (
+    InvalidKey,
+    NotDecided,
+    PayloadMismatch,
+    PermanentError,
+    TransactionEscaped,
+)
 from .idempotent import Consumer
 from .inbox import Claim
 from .ledger import letter_of
 
 if TYPE_CHECKING:
     from .broker import DurableRedisBroker
-    from .idempotent import IdempotentConsumer
     from .delivery import Delivery
+    from .idempotent import IdempotentConsumer
     from .ledger import Ledger
 
 logger = logging.getLogger("onetake")
@@ -61,14 +67,17 @@ def settle(broker: DurableRedisBroker, delivery: Delivery) -> None:
 
 
 def _store(
-    broker: DurableRedisBroker, ledger: Ledger, guard: IdempotentConsumer, delivery: Delivery
+    broker: DurableRedisBroker,
+    ledger: Ledger,
+    guard: IdempotentConsumer,
+    delivery: Delivery,
 ) -> None:
     """Everything that ends a delivery, in one transaction."""
     with ledger.database.atomic():
         if delivery.failed:
             _bury(broker, ledger, guard, delivery)
         elif delivery.retry is not None:
-            ledger.owe_again(delivery, *delivery.retry)
+            ledger.owe_again(delivery.attempt, *delivery.retry)
         if delivery.owed is not None and delivery.retry is None:
             ledger.forget(delivery.owed)
         for message, delay_ms in delivery.sent:
@@ -78,7 +87,10 @@ def _store(
 
 
 def _bury(
-    broker: DurableRedisBroker, ledger: Ledger, guard: IdempotentConsumer, delivery: Delivery
+    broker: DurableRedisBroker,
+    ledger: Ledger,
+    guard: IdempotentConsumer,
+    delivery: Delivery,
 ) -> None:
     error = delivery._exception
     actor = broker.actors.get(delivery.actor_name)

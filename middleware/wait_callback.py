@@ -60,4 +60,8 @@ def _wait(connection: Any) -> None:
             wait(connection.fileno())
         else:
             late = psycopg2.OperationalError("PostgreSQL did not answer within connect_timeout")
-            wait(connection.fileno(), timeout=max(until_s - monotonic(), 0.001), timeout_exc=late)
+            wait(
+                connection.fileno(),
+                timeout=max(until_s - monotonic(), 0.001),
+                timeout_exc=late,
+            )

@@ -1,0 +1,134 @@
+"""`python -m onetake relay | migrate | dead-letters --broker MODULE`, for any application."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import signal
+import sys
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import dramatiq
+import peewee
+import redis
+
+from . import dead_letters, schema
+from .broker import DurableRedisBroker
+from .errors import OnetakeError
+from .relay import Relay
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+    from .tables import DeadLetter
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns 0 for well, 1 for a finding or nothing found, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m onetake", description=__doc__)
+    parser.add_argument("command", choices=["relay", "migrate", "dead-letters"])
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=["list", "show", "requeue", "discard"],
+        default="list",
+    )
+    parser.add_argument("ids", nargs="*", help="of dead letters: the message's id, or the row's own")
+    parser.add_argument(
+        "--broker",
+        required=True,
+        metavar="MODULE",
+        help="a module that makes the broker",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object for each dead letter")
+    parser.add_argument("--force", action="store_true", help="requeue also what may have had its effect")
+    chosen = parser.parse_args(arguments)
+    sys.path.insert(0, "")
+    try:
+        broker = broker_of(chosen.broker)
+        if chosen.command == "migrate":
+            print(*schema.migrate(broker), sep="\n")
+            return 0
+        if broker.ledger is None:
+            print(
+                f"The broker of {chosen.broker} has no ledger: hand it ledger=(...).",
+                file=sys.stderr,
+            )
+            return 2
+        if chosen.command == "relay":
+            relay(broker, broker.ledger)
+            return 0
+        return _dead_letters(broker.ledger, chosen)
+    except (OnetakeError, peewee.PeeweeException, redis.RedisError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+
+
+def broker_of(module: str) -> DurableRedisBroker:
+    """The broker that importing a module makes the global one.
+
+    Raises:
+      OnetakeError: there is no such module, or its broker is none of ours.
+    """
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise OnetakeError(f"--broker {module}: {error}. Name a module that makes the broker.") from error
+    broker = dramatiq.get_broker()
+    if not isinstance(broker, DurableRedisBroker):
+        raise OnetakeError(
+            f"--broker {module}: its broker is a {type(broker).__name__}, no DurableRedisBroker."
+        )
+    return broker
+
+
+def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
+    """Run a relay in this process until SIGTERM or SIGINT; what it has begun it finishes."""
+    logging.basicConfig(level=logging.INFO)
+    stopping = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    runner = Relay(broker, ledger)
+    runner.run(stopping.is_set, runner.wait_for_wake)
+
+
+def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
+    if chosen.action == "list":
+        letters = dead_letters.newest(ledger, 100)
+    else:
+        letters = [letter for ident in chosen.ids for letter in dead_letters.find(ledger, ident)]
+        if not letters:
+            print("There is no such dead letter.", file=sys.stderr)
+            return 1
+    for letter in letters:
+        if chosen.action == "requeue":
+            dead_letters.requeue(ledger, letter, force=chosen.force)
+        elif chosen.action == "discard":
+            dead_letters.discard(ledger, letter)
+        _print(letter, chosen)
+    return 0
+
+
+def _print(letter: DeadLetter, chosen: argparse.Namespace) -> None:
+    row: dict[str, Any] = dict(letter.__data__)
+    row["message"] = bytes(letter.message).decode("utf-8", "backslashreplace")
+    if chosen.json:
+        print(json.dumps(row, default=str))
+    elif chosen.action == "show":
+        for name, value in row.items():
+            print(f"{name}: {value}")
+    else:
+        print(
+            row["id"],
+            row["message_id"],
+            row["actor_name"],
+            row["reason"],
+            row["error_class"],
+            sep="\t",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
