@@ -201,7 +201,8 @@ class Database(peewee.PostgresqlDatabase):
         # twice: its connection may have been lost after it took effect (T5).
         try:
             if not connection.closed:
-                connection.poll()
+                connection.poll()  # reads the server's last words
+                connection.poll()  # meets the end of the stream behind them
         except psycopg2.Error:
             pass
         if connection.closed:
@@ -264,7 +265,7 @@ class Database(peewee.PostgresqlDatabase):
 
 
 def _for_libpq(url: str) -> str:
-    """peewee takes for a URL only what begins with postgresql://; hosting services write more."""
+    """Peewee takes for a URL only what begins with postgresql://; hosting services write more."""
     for prefix in ("postgres://", "postgresql+psycopg2://"):
         if url.startswith(prefix):
             return "postgresql://" + url[len(prefix) :]

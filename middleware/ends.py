@@ -15,7 +15,6 @@ from dramatiq.middleware import Shutdown
 from .errors import LimitExceeded
 from .inbox import Claim, Stage
 
-
 LOCK_NOT_AVAILABLE = "55P03"
 #: Our clock and the server's do not start together.
 _NEARLY = 0.95

@@ -73,7 +73,7 @@ class Processed:
     result: Any
 
 
-class KeyTaken(Exception):  # noqa: N818 - a signal of `begin`, never seen by an application
+class KeyTaken(Exception):
     """The key is committed: this delivery is a duplicate. Carries what stands under the key."""
 
     def __init__(self, processed: Processed) -> None:
