@@ -194,7 +194,7 @@ class Database(peewee.PostgresqlDatabase):
         state = self._state
         if not state.closed and not state.transactions:
             self._hang_up_if_the_server_did(state.conn)
-        return super().cursor(named_cursor)
+        return super().cursor(named_cursor)  # type: ignore[no-untyped-call] # peewee has no types
 
     def _hang_up_if_the_server_did(self, connection: GuardedConnection) -> None:
         # Asks the socket, not the server. Repeating a statement that failed instead could run it
