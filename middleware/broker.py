@@ -94,7 +94,7 @@ class DurableRedisBroker(RedisBroker):
         self._given = client is not None or bool(parameters)
         if client is None and url:
             client = connect(url)
-        super().__init__(
+        super().__init__(  # type: ignore[no-untyped-call] # Dramatiq's has no types
             middleware=middleware,
             namespace=namespace,
             heartbeat_timeout=heartbeat_timeout,

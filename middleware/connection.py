@@ -12,9 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg2
-from psycopg2.extensions import TRANSACTION_STATUS_INERROR
-from psycopg2.extensions import connection as Connection
-from psycopg2.extensions import cursor as Cursor
+from psycopg2 import extensions
 
 from .errors import TransactionEscaped
 
@@ -36,7 +34,7 @@ _may_end_transaction = re.compile(r"(?:;|\*/|\n)\s*" + _ENDING, re.IGNORECASE).s
 IN_FAILED_TRANSACTION = "25P02"
 
 
-class GuardedConnection(Connection):
+class GuardedConnection(extensions.connection):
     """A connection that refuses to end the transaction of an open claim."""
 
     #: The claim whose transaction is open; None: the connection behaves like any other.
@@ -80,15 +78,15 @@ class GuardedConnection(Connection):
     @property
     def aborted(self) -> bool:
         """Whether PostgreSQL can only roll the open transaction back (T2)."""
-        return self.get_transaction_status() == TRANSACTION_STATUS_INERROR
+        return self.get_transaction_status() == extensions.TRANSACTION_STATUS_INERROR
 
 
-class GuardedCursor(Cursor):
+class GuardedCursor(extensions.cursor):
     """A cursor that looks at each statement before it is sent, and at its error."""
 
     connection: GuardedConnection
 
-    def execute(self, query: Any, vars: Any = None) -> None:
+    def execute(self, query: Any, vars: Any = None) -> None:  # noqa: A002 - psycopg2's name
         connection = self.connection
         if connection.claim is None:
             return self._run(super().execute, query, vars)
@@ -106,13 +104,13 @@ class GuardedCursor(Cursor):
     def executemany(self, query: Any, vars_list: Any) -> None:
         self._run(super().executemany, query, vars_list)
 
-    def _run(self, method: Callable[[Any, Any], None], query: Any, vars: Any) -> None:
+    def _run(self, method: Callable[[Any, Any], None], query: Any, values: Any) -> None:
         connection = self.connection
         began_s = connection.statement_began_s = monotonic()
         if not connection.closed:
             connection.silence_s = began_s - connection.statement_ended_s
         try:
-            method(query, vars)
+            method(query, values)
         except psycopg2.Error as error:
             # PostgreSQL's errors carry a SQLSTATE, and what psycopg2 finds wrong has other types.
             if error.pgcode is None and type(error) in (
@@ -137,13 +135,13 @@ def escaped(claim: Claim, what: str) -> TransactionEscaped:
 
 
 def _transaction_number(connection: GuardedConnection) -> Any:
-    cursor = Connection.cursor(connection, cursor_factory=Cursor)
+    cursor = connection.cursor(cursor_factory=extensions.cursor)
     cursor.execute("SELECT pg_current_xact_id_if_assigned()::text")
     row = cursor.fetchone()
     return row and row[0]
 
 
-def _text_of(query: Any, cursor: Cursor) -> str:
+def _text_of(query: Any, cursor: extensions.cursor) -> str:
     if isinstance(query, bytes):
         return query.decode("utf-8", "replace")
     return str(query.as_string(cursor))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from threading import Event, Lock
 from time import monotonic
@@ -144,12 +145,7 @@ class DurableConsumer(Consumer):
                 if self.doubtful:
                     self._give_back_what_is_not_in_hand(notes)
                 ids, messages = self.broker.call(
-                    "exchange",
-                    self.queue_name,
-                    self.broker.broker_id,
-                    wanted,
-                    *counts,
-                    *sum(notes, []),
+                    "exchange", self.queue_name, self.broker.broker_id, wanted, *counts, *chain(*notes)
                 )
             except redis.RedisError as error:
                 self._keep(notes, error)

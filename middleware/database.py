@@ -194,14 +194,15 @@ class Database(peewee.PostgresqlDatabase):
         state = self._state
         if not state.closed and not state.transactions:
             self._hang_up_if_the_server_did(state.conn)
-        return super().cursor(named_cursor)
+        return super().cursor(named_cursor)  # type: ignore[no-untyped-call] # peewee has no types
 
     def _hang_up_if_the_server_did(self, connection: GuardedConnection) -> None:
         # Asks the socket, not the server. Repeating a statement that failed instead could run it
         # twice: its connection may have been lost after it took effect (T5).
         try:
             if not connection.closed:
-                connection.poll()
+                connection.poll()  # reads the server's last words
+                connection.poll()  # meets the end of the stream behind them
         except psycopg2.Error:
             pass
         if connection.closed:

@@ -223,7 +223,7 @@ class Consumer:
         message.unguarded = True  # type: ignore[attr-defined] # foreign proxies carry it too
         try:
             return self.settle(message, self.run_body(message, args, kwargs))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised again
             self.fail(message, error, error)
 
     def call(self, args: Any, kwargs: Any) -> Any:

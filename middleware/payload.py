@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from hashlib import blake2b
-from typing import Any
-
-from dramatiq import Message
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidKey, InvalidMessage, InvalidResult
+
+if TYPE_CHECKING:
+    from dramatiq import Message
 
 #: Counted up whenever `digest` changes, so that old rows are not taken for mismatches.
 DIGEST_VERSION = 1

@@ -14,7 +14,8 @@ M = TypeVar("M", bound="Middleware")
 
 def find(broker: Broker, kind: type[M]) -> M | None:
     """The first middleware of this class in the broker's stack, or None."""
-    found: M | None = _find(broker, kind, len(broker.middleware))
+    known: Any = kind
+    found: M | None = _find(broker, known, len(broker.middleware))
     return found
 
 

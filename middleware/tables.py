@@ -9,10 +9,12 @@ An application makes them concrete on its own database::
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import peewee
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 #: Only a conflict with this constraint means "duplicate" (I4, T12).
 KEY_CONSTRAINT = "processed_messages_key"

@@ -39,7 +39,8 @@ def release(broker: Broker, message: MessageProxy, actor: Actor[Any, Any]) -> No
     """The body begins: it has its whole time limit, and hears of a shutdown if it wants to."""
     time_limit = find(broker, TimeLimit)
     if time_limit is not None:
-        time_limit.manager.add_timeout(threading.get_ident(), limit_ms(broker, message, actor))
+        manager: Any = time_limit.manager
+        manager.add_timeout(threading.get_ident(), limit_ms(broker, message, actor))
     shutdown = find(broker, ShutdownNotifications)
     if shutdown is not None and shutdown.should_notify(actor, message):
         shutdown.manager.add_notification()
