@@ -140,10 +140,10 @@ class DurableConsumer(Consumer):
             self.tell_by_s = inf
             notes = [_take(kind) for kind in (self.acks, self.dead, self.returns)]
             wanted = 0 if self.stopping else max(0, min(self.room, BATCH))
-            counts = [len(ids) for ids in notes]
             try:
                 if self.doubtful:
                     self._give_back_what_is_not_in_hand(notes)
+                counts = [len(ids) for ids in notes]
                 ids, messages = self.broker.call(
                     "exchange", self.queue_name, self.broker.broker_id, wanted, *counts, *chain(*notes)
                 )
@@ -180,8 +180,9 @@ class DurableConsumer(Consumer):
     def _give_back_what_is_not_in_hand(self, notes: list[list[str]]) -> None:
         # Only this thread adds to the set in Redis, so nothing can come in between (T31, T32).
         believed = {raw_id.decode() for raw_id in self.broker.ids_in_hand(self.queue_name)}
-        notes[2].extend(sorted(believed - self.in_hand.union(*notes))[:BATCH])
-        self.doubtful = False
+        lost = sorted(believed - self.in_hand.union(*notes))
+        notes[2].extend(lost[:BATCH])
+        self.doubtful = len(lost) > BATCH
 
     def _decode(self, redis_id: str, raw: bytes) -> Delivery | None:
         """A message that is fit to run now; any other takes another way, and None is returned."""
