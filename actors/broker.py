@@ -1,0 +1,40 @@
+"""The composition root: the broker of this application and what stands in its stack.
+
+Importing it connects to nothing; producers and workers alike get their broker from here.
+"""
+
+from __future__ import annotations
+
+import dramatiq
+from dramatiq.results import Results
+from dramatiq.results.backends import RedisBackend
+
+import settings
+from middleware import DurableRedisBroker, IdempotentConsumer
+from models import ProcessedMessage
+
+broker = DurableRedisBroker(
+    url=settings.REDIS_URL,
+    namespace=settings.REDIS_NAMESPACE,
+    heartbeat_timeout=settings.HEARTBEAT_TIMEOUT_MS,
+)
+
+# The broker begins with Dramatiq's default stack, and the guarantee depends on no position in it:
+# IdempotentConsumer lays its transaction around the actor's function. It is added first all the
+# same, so that it has refused an unfit actor before anything else takes notice of it.
+broker.add_middleware(IdempotentConsumer(ProcessedMessage))
+
+# Results stores a result after the transaction has ended, wherever it stands. It shares the
+# broker's client, hence its Redis and its time limits, and the namespace: all that this
+# application has in Redis is found under one prefix.
+broker.add_middleware(
+    Results(
+        backend=RedisBackend(
+            client=broker.client,
+            namespace=f"{settings.REDIS_NAMESPACE}:results",
+            use_namespace_prefix_keys=True,
+        )
+    )
+)
+
+dramatiq.set_broker(broker)

@@ -1,0 +1,132 @@
+"""Onetake beside the same work written by hand, in two minutes: `python -m benchmarks.quick`."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+from contextlib import closing, contextmanager
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from embedded import PostgreSQL, Valkey, temporary_folder
+
+from .drain import Bench, Contender, InexactError, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HAND = Contender(
+    "by hand",
+    "benchmarks.hand",
+    "by_hand",
+    "processed_keys",
+    "consumer_name text NOT NULL, message_id text NOT NULL,"
+    " processed_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (consumer_name, message_id)",
+)
+PEEWEE = Contender("Onetake, peewee", "benchmarks.onetake", "with_peewee", "processed_messages")
+SQL = Contender("Onetake, SQL", "benchmarks.onetake", "with_sql", "processed_messages")
+
+#: How many times as many messages per second as by hand.
+GOALS = {PEEWEE: 1.4, SQL: 1.7}
+
+
+@click.command()
+@click.option("--rounds", default=6, show_default=True, help="Each runs every contender once.")
+@click.option("--messages", default=6_000, show_default=True, help="Messages of one run.")
+def main(rounds: int, messages: int) -> None:
+    """Measure one stock decrement per message, on servers that are started for it.
+
+    Exit 1 if a run was not exact.
+    """
+    # So that a SIGTERM ends as Ctrl-C does: what was started is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console()
+    try:
+        runs = _run_rounds(console, rounds, messages)
+    except InexactError as error:
+        console.print(f"[red]Not exact:[/red] {error}")
+        sys.exit(1)
+    console.print(_rates(runs, messages))
+    console.print(_cpu(runs))
+
+
+def _run_rounds(console: Console, rounds: int, messages: int) -> dict[Contender, list[Run]]:
+    runs: dict[Contender, list[Run]] = {HAND: [], PEEWEE: [], SQL: []}
+    # Each order of the contenders equally often: none profits from its place in the round.
+    orders = list(permutations(runs))
+    with (
+        _bench() as bench,
+        Progress(console=console, transient=True) as progress,
+    ):
+        task = progress.add_task("", total=rounds * len(runs))
+        for number in range(rounds):
+            for contender in orders[number % len(orders)]:
+                progress.update(task, description=contender.name)
+                runs[contender].append(bench.drain(contender, messages))
+                progress.advance(task)
+    return runs
+
+
+@contextmanager
+def _bench() -> Iterator[Bench]:
+    """A bench on durable servers of its own; nothing of them is left afterwards."""
+    with (
+        temporary_folder() as folder,
+        PostgreSQL(folder) as postgresql,
+        Valkey(folder) as valkey,
+        closing(Bench(postgresql.url, valkey.url, folder.path)) as bench,
+    ):
+        bench.migrate()
+        yield bench
+
+
+def _rates(runs: dict[Contender, list[Run]], messages: int) -> Table:
+    table = Table(
+        title="One decrement per message, 2 processes of 4 threads",
+        caption=f"Medians of {len(runs[HAND])} rounds of {messages:,} messages, timed from a quarter"
+        " to 95 % of them.\n`times`: as many messages as by hand, in the same round. Every run was"
+        " exact by SQL.",
+    )
+    table.add_column("")
+    for heading in ("messages/s", "range", "times", "range", "goal"):
+        table.add_column(heading, justify="right")
+    for contender, measured in runs.items():
+        rates = [run.rate for run in measured]
+        ratios = [run.rate / hand.rate for run, hand in zip(measured, runs[HAND], strict=True)]
+        cells = [*_spread(rates, ",.0f"), *_spread(ratios, ".2f")]
+        goal = GOALS.get(contender)
+        if goal is not None:
+            reached = statistics.median(ratios) >= goal
+            cells.append(f"{goal} {'[green]reached[/]' if reached else '[red]missed[/]'}")
+        table.add_row(contender.name, *cells)
+    return table
+
+
+def _cpu(runs: dict[Contender, list[Run]]) -> Table:
+    table = Table(title="CPU per message in microseconds, medians over the same window")
+    table.add_column("")
+    for heading in ("workers", "PostgreSQL", "Valkey", "together"):
+        table.add_column(heading, justify="right")
+    for contender, measured in runs.items():
+        parts = [
+            [run.workers_us for run in measured],
+            [run.postgresql_us for run in measured],
+            [run.valkey_us for run in measured],
+            [run.cpu_us for run in measured],
+        ]
+        table.add_row(contender.name, *(f"{statistics.median(part):,.0f}" for part in parts))
+    return table
+
+
+def _spread(values: Sequence[float], form: str) -> tuple[str, str]:
+    return f"{statistics.median(values):{form}}", f"{min(values):{form}}-{max(values):{form}}"
+
+
+if __name__ == "__main__":
+    main()

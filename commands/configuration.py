@@ -1,0 +1,48 @@
+"""The servers that a command works with: the configured ones, embedded where there are none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import settings
+from embedded import Folder, PostgreSQL, Server, Valkey
+
+
+@contextmanager
+def servers(folder: AbstractContextManager[Folder]) -> Iterator[list[Server]]:
+    """Start a server for each URL that is not configured; the settings know its address then.
+
+    It must be entered before anything imports the models or the actors.
+
+    Arguments:
+      folder: where the servers keep their data; made only if there is a server to start.
+    """
+    with ExitStack() as stack:
+        started: list[Server] = []
+        if settings.DATABASE_URL is None or settings.REDIS_URL is None:
+            home = stack.enter_context(folder)
+            if settings.DATABASE_URL is None:
+                started.append(stack.enter_context(PostgreSQL(home)))
+                settings.DATABASE_URL = started[-1].url
+            if settings.REDIS_URL is None:
+                started.append(stack.enter_context(Valkey(home)))
+                settings.REDIS_URL = started[-1].url
+        yield started
+
+
+def environment() -> dict[str, str]:
+    """The variables for a process that works with the same servers and the same programs as we."""
+    return {
+        **os.environ,
+        "DATABASE_URL": settings.DATABASE_URL or "",
+        "REDIS_URL": settings.REDIS_URL or "",
+        "REDIS_NAMESPACE": settings.REDIS_NAMESPACE,
+        "HEARTBEAT_TIMEOUT_MS": str(settings.HEARTBEAT_TIMEOUT_MS),
+        "PORT": str(settings.PORT),
+        "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }

@@ -1,0 +1,125 @@
+"""The settings of this application, and the only reader of its environment.
+
+Each is a variable of the process or, where that has none, of the file `.env` beside this one;
+`.env.example` shows them all. `ONETAKE_ENV_FILE` names another file, and an empty value none.
+Reading connects to nothing. A value that cannot work raises environs' `EnvError` with a sentence
+that names the variable, its value and a right one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from environs import Env, EnvError
+
+#: What Dramatiq gives an actor that says nothing: ten minutes.
+_DEFAULT_TIME_LIMIT_MS = 600_000
+_DAY_MS = 86_400_000
+
+_env = Env()
+_file = os.environ.get("ONETAKE_ENV_FILE", str(Path(__file__).with_name(".env")))
+if _file and not _env.read_env(_file, recurse=False) and "ONETAKE_ENV_FILE" in os.environ:
+    raise EnvError(
+        f"ONETAKE_ENV_FILE is {_file!r}, and there is no such file. "
+        f"Name one that exists, or set it to nothing to read none."
+    )
+
+
+def _number(name: str, default: int, lowest: int, highest: int) -> int:
+    text = _env.str(name, str(default)).strip()
+    if not re.fullmatch(r"\d{1,18}", text) or not lowest <= int(text) <= highest:
+        raise EnvError(
+            f"{name} is {text!r}; it must be a whole number "
+            f"from {lowest} to {highest}, for example {default}."
+        )
+    return int(text)
+
+
+def _flag(name: str, *, default: bool) -> bool:
+    try:
+        return _env.bool(name, default)
+    except EnvError:
+        raise EnvError(
+            f"{name} is {_env.str(name)!r}; it must be true or false, for example {default}."
+        ) from None
+
+
+def _name(name: str, default: str) -> str:
+    text = _env.str(name, default)
+    if not re.fullmatch(r"[\w.:-]{1,100}", text, re.ASCII):
+        raise EnvError(
+            f"{name} is {text!r}; it must be 1 to 100 letters, digits, '.', '_', ':' or '-', "
+            f"for example {default!r}."
+        )
+    return text
+
+
+def _url(name: str, schemes: tuple[str, ...], example: str) -> str | None:
+    """None where the variable is absent or empty: importing works, the first connection raises."""
+    text = _env.str(name, "").strip()
+    if text and not text.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        shown = text[: text.find(":")][:20]  # what follows may hold a password
+        raise EnvError(
+            f"{name} is '{shown}...'; it must be a URL that starts with "
+            f"{' or '.join(f'{scheme}://' for scheme in schemes)}, for example {example}"
+        )
+    return text or None
+
+
+DATABASE_URL = _url(
+    "DATABASE_URL",
+    ("postgresql", "postgres"),
+    "postgresql://onetake:password@localhost:5432/onetake",
+)
+REDIS_URL = _url("REDIS_URL", ("redis", "rediss", "unix"), "redis://localhost:6379/0")
+
+#: What the names of all queues in Redis begin with.
+REDIS_NAMESPACE = _name("REDIS_NAMESPACE", "dramatiq")
+
+#: A worker that has been silent for longer is taken for dead: its messages are handed out again.
+HEARTBEAT_TIMEOUT_MS = _number("HEARTBEAT_TIMEOUT_MS", 5_000, 500, _DAY_MS)
+
+#: How long a statement waits for a lock, another delivery's key included (T11). There is no "for
+#: ever": a waiting thread hears of neither its time limit nor a shutdown (T6).
+LOCK_TIMEOUT_MS = _number("LOCK_TIMEOUT_MS", 2_000, 1, _DAY_MS)
+
+#: How long a transaction may be silent between two statements: PostgreSQL then frees the key that
+#: a paused or vanished worker holds (T6).
+IDLE_LIMIT_MS = _number("IDLE_LIMIT_MS", 60_000, 1, _DAY_MS)
+
+#: How old a transaction may grow, where the server knows this limit (PostgreSQL 17). It is longer
+#: than the time limit of an actor, so that this one is heard of first.
+TRANSACTION_TIMEOUT_MS = _number(
+    "TRANSACTION_TIMEOUT_MS",
+    _DEFAULT_TIME_LIMIT_MS + 30_000,
+    _DEFAULT_TIME_LIMIT_MS + 1_000,
+    _DAY_MS,
+)
+
+#: For how long a connection to PostgreSQL may be in the making.
+CONNECT_TIMEOUT_S = _number("CONNECT_TIMEOUT_S", 5, 1, 3_600)
+
+#: A connection whose other end is gone is noticed after idle + count x interval seconds.
+KEEPALIVES_IDLE_S = _number("KEEPALIVES_IDLE_S", 10, 1, 7_200)
+KEEPALIVES_INTERVAL_S = _number("KEEPALIVES_INTERVAL_S", 5, 1, 7_200)
+KEEPALIVES_COUNT = _number("KEEPALIVES_COUNT", 3, 1, 100)
+
+#: True where DATABASE_URL leads to pgbouncer in transaction mode (T6).
+PGBOUNCER = _flag("PGBOUNCER", default=False)
+
+#: The port of the web application.
+PORT = _number("PORT", 8_000, 1, 65_535)
+
+if not LOCK_TIMEOUT_MS < IDLE_LIMIT_MS:
+    raise EnvError(
+        f"LOCK_TIMEOUT_MS is {LOCK_TIMEOUT_MS} and must be less than IDLE_LIMIT_MS, which is "
+        f"{IDLE_LIMIT_MS}; for example LOCK_TIMEOUT_MS=2000 and IDLE_LIMIT_MS=60000."
+    )
+if not IDLE_LIMIT_MS < TRANSACTION_TIMEOUT_MS:
+    raise EnvError(
+        f"IDLE_LIMIT_MS is {IDLE_LIMIT_MS} and must be less than TRANSACTION_TIMEOUT_MS, which is "
+        f"{TRANSACTION_TIMEOUT_MS}; for example IDLE_LIMIT_MS=60000 and "
+        f"TRANSACTION_TIMEOUT_MS=630000."
+    )

@@ -1,0 +1,308 @@
+"""How a delivery ends: what the actor, its hooks and its options decide.
+
+For each row of the table in `docs/design/endings.md`: what SQL finds, the key, what Redis holds,
+and whether a retry was spent.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from threading import Event
+from time import monotonic, sleep, time
+from typing import TYPE_CHECKING, Any
+
+import peewee
+import pytest
+from dramatiq import Message
+from dramatiq.errors import Retry
+from dramatiq.middleware import CurrentMessage, Middleware, SkipMessage, TimeLimitExceeded
+
+from middleware.errors import NoDelivery, TransactionAborted
+
+from .processes import eventually
+
+if TYPE_CHECKING:
+    from .stage import Stage
+
+pytest_plugins = ("tests.stage",)
+
+
+def test_a_delivery_that_returns_commits_key_and_effect_and_is_acknowledged_i1(stage: Stage) -> None:
+    # Given an actor with one effect
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+
+    # When its message is performed
+    with stage.worker():
+        message = write.send("a")
+        stage.expect_in_redis()
+
+    # Then key and effect are there, and Redis has forgotten the message
+    assert stage.effects() == ["a"]
+    assert stage.keys() == [("write", message.message_id)]
+
+
+def test_nothing_is_acknowledged_before_the_commit_i2(stage: Stage) -> None:
+    # Given a COMMIT that takes until a lock of ours is free
+    stage.sql("""
+        CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS
+        'BEGIN SET LOCAL lock_timeout = 0; PERFORM pg_advisory_xact_lock(1); RETURN NULL; END'
+    """)
+    stage.sql(
+        "CREATE CONSTRAINT TRIGGER wait AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION wait()"
+    )
+
+    @stage.actor(time_limit=50)
+    def write(label: str) -> None:
+        stage.effect(label)
+
+    with stage.rival() as rival, stage.worker(time_limits=True):
+        rival.execute("SELECT pg_advisory_lock(1)")
+        # When the delivery has come to its COMMIT
+        message = write.send("a")
+        eventually(lambda: stage.sql("SELECT 1 FROM pg_stat_activity WHERE query = 'COMMIT'"))
+        # Then it is not acknowledged, however long that takes
+        assert stage.places() == {"in_hand": [message.message_id]}
+        began = monotonic()
+        eventually(lambda: monotonic() - began > 0.2)
+        assert stage.places() == {"in_hand": [message.message_id]}
+        # And when the COMMIT is through, it is; no time limit of the actor hit it meanwhile (T20)
+        rival.execute("SELECT pg_advisory_unlock(1)")
+        stage.expect_in_redis()
+    assert stage.effects() == ["a"]
+    assert [seen.hook for seen in stage.witness.seen] == ["returned"]
+
+
+def test_a_delivery_that_finds_its_key_committed_changes_nothing_i1(stage: Stage) -> None:
+    # Given a message that was performed
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+
+    with stage.worker():
+        message = write.send("a")
+        stage.expect_in_redis()
+
+        # When it is delivered three times more
+        for _ in range(3):
+            stage.broker.enqueue(message)
+        eventually(lambda: len(stage.seen("returned")) == 4)
+        stage.expect_in_redis()
+
+    # Then nothing has changed
+    assert stage.effects() == ["a"]
+    assert stage.keys() == [("write", message.message_id)]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param("UNIQUE (label)", id="unique"),
+        pytest.param("CHECK (label <> 'a')", id="check"),
+        pytest.param("FOREIGN KEY (label) REFERENCES known", id="foreign-key"),
+    ],
+)
+def test_no_constraint_but_that_of_the_key_means_duplicate_i4(stage: Stage, constraint: str) -> None:
+    # Given a business constraint that the effect violates
+    stage.sql("CREATE TABLE known (label text PRIMARY KEY)")
+    if constraint.startswith("UNIQUE"):
+        stage.sql("INSERT INTO effects VALUES ('a')")
+    stage.sql(f"ALTER TABLE effects ADD {constraint}")
+    before = stage.effects()
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+
+    # When a message meets it
+    with stage.worker():
+        message = write.send("a")
+        stage.expect_in_redis(delayed=[message])
+
+    # Then that is a failure like any other, and no duplicate
+    assert stage.only("delayed").options["retries"] == 1
+    assert stage.effects() == before
+    assert stage.keys() == []
+
+
+def test_a_unique_index_of_the_inbox_besides_the_key_does_not_mean_duplicate_i4_t12(stage: Stage) -> None:
+    # Given somebody's own unique index on the table of keys
+    stage.sql("CREATE UNIQUE INDEX ON processed_messages (consumer_name)")
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+
+    with stage.worker():
+        write.send("a")
+        stage.expect_in_redis()
+        # When another message meets that index, and it is dropped afterwards
+        other = write.send("b")
+        eventually(lambda: stage.places())
+        assert stage.effects() == ["a"]
+        stage.sql("DROP INDEX processed_messages_consumer_name_idx")
+        # Then the message has waited, or failed, and was not taken for a duplicate
+        eventually(lambda: stage.effects() == ["a", "b"] or stage.places() == {"delayed": [other.message_id]})
+
+
+def test_an_exception_rolls_back_and_spends_a_retry_on_the_message_as_it_came_t17(stage: Stage) -> None:
+    # Given an actor that writes, changes its arguments and raises
+    @stage.actor()
+    def write(labels: list[str], *, table: dict[str, Any]) -> None:
+        stage.effect(labels.pop())
+        table["touched"] = True
+        raise ValueError("no")
+
+    # When it is performed
+    with stage.worker():
+        message = write.send(["a"], table={})
+        stage.expect_in_redis(delayed=[message])
+
+    # Then nothing is stored, and what waits to be retried is what was sent
+    assert stage.effects() == stage.keys() == []
+    retry = stage.only("delayed")
+    assert retry.options["retries"] == 1
+    assert (retry.args, retry.kwargs) == ((["a"],), {"table": {}})
+
+
+def test_a_retry_applies_the_change_once_i1(stage: Stage) -> None:
+    # Given an actor that fails at its first two attempts
+    attempts: list[str] = []
+
+    @stage.actor(min_backoff=20, max_backoff=40)
+    def write(label: str) -> None:
+        stage.effect(label)
+        attempts.append(label)
+        if len(attempts) < 3:
+            raise ValueError("not yet")
+
+    # When it is performed
+    with stage.worker():
+        message = write.send("a")
+        eventually(lambda: stage.effects() == ["a"])
+        stage.expect_in_redis()
+
+    # Then the third attempt alone has taken effect
+    assert len(attempts) == 3
+    assert stage.keys() == [("write", message.message_id)]
+
+
+def test_retry_with_a_delay_is_due_after_it(stage: Stage) -> None:
+    # Given an actor that asks for another attempt in an hour
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        raise Retry(delay=3_600_000)
+
+    # When it is performed
+    with stage.worker():
+        message = write.send("a")
+        stage.expect_in_redis(delayed=[message])
+
+    # Then nothing is stored, and it is due in an hour
+    retry = stage.only("delayed")
+    assert retry.options["retries"] == 1
+    assert 3_500 < retry.options["eta"] / 1_000 - time() <= 3_600
+    assert stage.effects() == stage.keys() == []
+
+
+@pytest.mark.parametrize("skipped_by", ["actor", "middleware"])
+def test_a_skipped_message_is_rolled_back_and_acknowledged_t29(stage: Stage, skipped_by: str) -> None:
+    # Given an actor, or a middleware, that skips
+    class Skipper(Middleware):
+        def before_process_message(self, broker: Any, message: Any) -> None:
+            if skipped_by == "middleware":
+                raise SkipMessage("not today")
+
+    stage.broker.add_middleware(Skipper())
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        raise SkipMessage("not today")
+
+    # When its message is delivered
+    with stage.worker():
+        write.send("a")
+        eventually(lambda: stage.seen("skipped"))
+        stage.expect_in_redis()
+
+    # Then there is no trace of it
+    assert stage.effects() == stage.keys() == []
+    assert len(stage.witness.seen) == 1
+
+
+def test_an_actor_that_opted_out_has_neither_transaction_nor_key(stage: Stage) -> None:
+    # Given actors that opted out
+    states: list[bool] = []
+
+    @stage.actor(idempotency="off")
+    def write(label: str) -> None:
+        states.append(stage.database.in_transaction())
+        stage.effect(label)
+
+    @stage.actor(idempotency="off")
+    def fail(label: str) -> None:
+        stage.effect(label)
+        raise ValueError("no")
+
+    # When they are performed, one of them twice
+    with stage.worker():
+        message, failed = write.send("a"), fail.send("b")
+        stage.expect_in_redis(delayed=[failed])
+        stage.broker.enqueue(message)
+        eventually(lambda: len(stage.seen("returned")) == 2)
+        stage.expect_in_redis(delayed=[failed])
+
+    # Then it is as with Dramatiq alone
+    assert states == [False, False]
+    assert stage.effects() == ["a", "a", "b"]
+    assert stage.only("delayed").options["retries"] == 1
+    assert stage.keys() == []
+
+
+def test_a_message_that_its_body_enqueues_again_is_no_retry(stage: Stage) -> None:
+    # Given an actor that enqueues its own message for later, and then fails
+    stage.broker.add_middleware(CurrentMessage())
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        message = CurrentMessage.get_current_message()
+        assert message is not None
+        stage.broker.enqueue(message, delay=3_600_000)
+        raise ValueError("no")
+
+    # When it is performed
+    with stage.worker():
+        message = write.send("a")
+        # Then both wait: what it enqueued, and its retry
+        stage.expect_in_redis(delayed=[message, message])
+    retries = [copy.options.get("retries", 0) for copy in stage.messages("delayed")]
+    assert sorted(retries) == [0, 1]
+
+
+def test_a_callback_after_the_commit_that_raises_does_not_undo_it_t26(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given an actor with such a callback
+    def call_back() -> None:
+        raise ValueError("the callback failed")
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        stage.database.after_commit(call_back)
+
+    # When it is performed
+    with stage.worker():
+        write.send("a")
+        stage.expect_in_redis()
+
+    # Then it is done, and the log tells of the callback
+    assert stage.effects() == ["a"]
+    assert len(stage.keys()) == 1
+    assert "the callback failed" in caplog.text
