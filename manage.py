@@ -10,6 +10,7 @@ import psycopg2
 import redis
 from environs import EnvError
 
+from commands.dead_letters import dead_letters
 from commands.interruption import InterruptedBySignal
 from embedded import ServerError
 from middleware.errors import OnetakeError
@@ -30,8 +31,7 @@ class Commands(click.Group):
             raise click.ClickException(str(error)) from error
         except (peewee.DatabaseError, psycopg2.Error) as error:
             raise click.ClickException(
-                f"PostgreSQL says: {str(error).strip()}\n"
-                "Is its server running, and is DATABASE_URL right?"
+                f"PostgreSQL says: {str(error).strip()}\nIs its server running, and is DATABASE_URL right?"
             ) from error
         except redis.RedisError as error:
             raise click.ClickException(
@@ -71,6 +71,17 @@ def migrate() -> None:
 
     applied = run()
     click.echo("\n".join(f"Applied {name}." for name in applied) or "The tables are up to date.")
+
+
+@manage.command()
+def relay() -> None:
+    """Publish what is due and look after what Redis has lost, until SIGTERM or Ctrl-C."""
+    from commands.relay import relay as run
+
+    run()
+
+
+manage.add_command(dead_letters)
 
 
 @manage.command("sample-data")

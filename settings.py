@@ -81,6 +81,12 @@ REDIS_NAMESPACE = _name("REDIS_NAMESPACE", "dramatiq")
 #: A worker that has been silent for longer is taken for dead: its messages are handed out again.
 HEARTBEAT_TIMEOUT_MS = _number("HEARTBEAT_TIMEOUT_MS", 5_000, 500, _DAY_MS)
 
+#: So many messages of a queue are in Redis at most; the others wait in PostgreSQL.
+REDIS_WINDOW = _number("REDIS_WINDOW", 10_000, 1, 10_000_000)
+
+#: Larger messages are refused where they are sent: what is large belongs into a table.
+MAX_MESSAGE_BYTES = _number("MAX_MESSAGE_BYTES", 1 << 20, 1_000, 100 << 20)
+
 #: How long a statement waits for a lock, another delivery's key included (T11). There is no "for
 #: ever": a waiting thread hears of neither its time limit nor a shutdown (T6).
 LOCK_TIMEOUT_MS = _number("LOCK_TIMEOUT_MS", 2_000, 1, _DAY_MS)

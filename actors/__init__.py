@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .broker import broker
-from .orders import reserve_stock
+from .orders import confirm_order, reserve_stock
 
-__all__ = ["broker", "reserve_stock"]
+__all__ = ["broker", "confirm_order", "reserve_stock"]

@@ -11,12 +11,15 @@ from dramatiq.results.backends import RedisBackend
 
 import settings
 from middleware import DurableRedisBroker, IdempotentConsumer
-from models import ProcessedMessage
+from models import DeadLetter, OutboxMessage, ProcessedMessage
 
 broker = DurableRedisBroker(
     url=settings.REDIS_URL,
     namespace=settings.REDIS_NAMESPACE,
     heartbeat_timeout=settings.HEARTBEAT_TIMEOUT_MS,
+    ledger=(OutboxMessage, DeadLetter),
+    redis_window=settings.REDIS_WINDOW,
+    max_message_bytes=settings.MAX_MESSAGE_BYTES,
 )
 
 # The broker begins with Dramatiq's default stack, and the guarantee depends on no position in it:

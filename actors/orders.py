@@ -31,6 +31,18 @@ def reserve_stock(order_id: int) -> None:
     )
     if taken:
         changes = {Order.state: OrderState.RESERVED, Order.reserved_at: fn.now()}
+        confirm_order.send(order_id)  # leaves with the commit, and not without it
     else:
         changes = {Order.state: OrderState.REJECTED}
     Order.update(changes).where(Order.id == order_id).execute()
+
+
+@dramatiq.actor(broker=broker)
+def confirm_order(order_id: int) -> None:
+    """Confirm an order whose stock is reserved.
+
+    Arguments:
+      order_id: the id of an `Order`.
+    """
+    changes = {Order.state: OrderState.CONFIRMED, Order.confirmed_at: fn.now()}
+    Order.update(changes).where((Order.id == order_id) & (Order.state == OrderState.RESERVED)).execute()

@@ -142,9 +142,7 @@ def _account() -> dict[str, Any]:
 
 def _may_run(account: dict[str, Any], program: Path) -> bool:
     try:
-        done = subprocess.run(
-            [program, "--version"], check=False, capture_output=True, cwd="/", **account
-        )
+        done = subprocess.run([program, "--version"], check=False, capture_output=True, cwd="/", **account)
     except PermissionError:
         return False
     return done.returncode == 0
@@ -180,9 +178,7 @@ def _lock(folder: Path) -> int:
         while not _try_lock(descriptor):
             owner = int(os.pread(descriptor, 20, 0) or b"0")
             if _is_alive(owner) or monotonic() > deadline:
-                raise ServerError(
-                    f"Process {owner} uses the servers in {folder} already; stop it first."
-                )
+                raise ServerError(f"Process {owner} uses the servers in {folder} already; stop it first.")
             sleep(0.1)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)

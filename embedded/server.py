@@ -122,9 +122,7 @@ class Server(ABC):
     def _attempt(self, deadline: float) -> bool:
         command = self.prepare()
         with self.log.open("wb") as log:
-            self._process = self.spawn(
-                command, stdout=log, stderr=log, pass_fds=self.folder.inherited
-            )
+            self._process = self.spawn(command, stdout=log, stderr=log, pass_fds=self.folder.inherited)
         self._guard = Guard(self._process.pid, self.signals["fast"], **self.folder.account)
         while monotonic() < deadline:
             if self.answers():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from .database import database
+from .dead_letter import DeadLetter
 from .migration import migrate
 from .order import Order, OrderState
+from .outbox_message import OutboxMessage
 from .processed_message import ProcessedMessage
 from .sample_data import load_sample_data
 from .stock import Stock
 
 __all__ = [
+    "DeadLetter",
     "Order",
     "OrderState",
+    "OutboxMessage",
     "ProcessedMessage",
     "Stock",
     "database",

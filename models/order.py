@@ -12,11 +12,12 @@ from .database import database
 
 
 class OrderState(StrEnum):
-    """Where an order stands: placed, and later either reserved or rejected."""
+    """Where an order stands: placed, then rejected, or reserved and at last confirmed."""
 
     PLACED = "placed"
     RESERVED = "reserved"
     REJECTED = "rejected"
+    CONFIRMED = "confirmed"
 
 
 class Order(Model):
@@ -30,6 +31,7 @@ class Order(Model):
       state: an `OrderState`.
       created_at: when the order was placed, by the database's clock.
       reserved_at: when its stock was reserved, else NULL.
+      confirmed_at: when the customer could be told that it comes, else NULL.
     """
 
     id = BigAutoField()
@@ -39,6 +41,7 @@ class Order(Model):
     state = TextField(default=OrderState.PLACED)
     created_at = TimestampTZField(constraints=[SQL("DEFAULT now()")])
     reserved_at = TimestampTZField(null=True)
+    confirmed_at = TimestampTZField(null=True)
 
     class Meta:
         database = database

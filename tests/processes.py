@@ -89,10 +89,7 @@ class WorkerProcess:
     def ready(self, deadline_s: float = 30) -> None:
         """Wait until each of its processes takes messages."""
         eventually(
-            lambda: (
-                self.returncode is not None
-                or self.output().count("ready for action") >= self.processes
-            ),
+            lambda: self.returncode is not None or self.output().count("ready for action") >= self.processes,
             deadline_s,
             what=self.output,
         )

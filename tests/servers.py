@@ -52,9 +52,7 @@ class Servers:
                 )
                 tables = [sql.Identifier(name) for (name,) in cursor.fetchall()]
                 if tables:
-                    cursor.execute(
-                        sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(tables))
-                    )
+                    cursor.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(tables)))
         finally:
             connection.close()
 

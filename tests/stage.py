@@ -12,14 +12,19 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import dramatiq
-import peewee
 import psycopg2
 import pytest
 import redis
 from dramatiq import Actor, Message
-from dramatiq.brokers.redis import RedisBroker
-from dramatiq.middleware import AgeLimit, Callbacks, Middleware, Pipelines, Retries
-from dramatiq.middleware import ShutdownNotifications, TimeLimit
+from dramatiq.middleware import (
+    AgeLimit,
+    Callbacks,
+    Middleware,
+    Pipelines,
+    Retries,
+    ShutdownNotifications,
+    TimeLimit,
+)
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 

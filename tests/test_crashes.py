@@ -69,9 +69,7 @@ def test_a_greenlet_that_waits_for_a_key_does_not_stop_the_others(shop: Shop, cr
     assert shop.orders("a") == 1
 
 
-def test_two_crashes_of_postgresql_under_load_cost_time_and_nothing_else(
-    shop: Shop, crew: Crew
-) -> None:
+def test_two_crashes_of_postgresql_under_load_cost_time_and_nothing_else(shop: Shop, crew: Crew) -> None:
     """I1, I9: sums exact, no dead letter, no retry spent even by messages that have none."""
     crew.start(kind="threads", ready=False)
     crew.start(kind="gevent", ready=False)

@@ -6,19 +6,12 @@ and whether a retry was spent.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-from threading import Event
-from time import monotonic, sleep, time
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-import peewee
 import pytest
-from dramatiq import Message
 from dramatiq.errors import Retry
-from dramatiq.middleware import CurrentMessage, Middleware, SkipMessage, TimeLimitExceeded
-
-from middleware.errors import NoDelivery, TransactionAborted
+from dramatiq.middleware import CurrentMessage, Middleware, SkipMessage
 
 from .processes import eventually
 

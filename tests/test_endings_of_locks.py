@@ -130,9 +130,7 @@ def test_a_body_that_waits_too_long_for_a_lock_is_given_back_t11(stage: Stage) -
         pytest.param("SET LOCAL lock_timeout = 20; LOCK TABLE effects", id="shorter limit"),
     ],
 )
-def test_a_lock_that_the_body_does_not_want_to_wait_for_is_an_exception(
-    stage: Stage, statement: str
-) -> None:
+def test_a_lock_that_the_body_does_not_want_to_wait_for_is_an_exception(stage: Stage, statement: str) -> None:
     # Given a held table, and an actor that will not wait for it
     @stage.actor()
     def write(label: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from middleware.errors import LimitExceeded
 
-from .lossy_proxy import Lost, LossyProxy
+from .lossy_proxy import LossyProxy, Lost
 from .processes import eventually
 
 if TYPE_CHECKING:

@@ -186,9 +186,7 @@ def test_the_maintenance_of_a_stock_broker_recovers_what_a_killed_worker_had(
     assert not any(shop.in_hand().values())
 
 
-def test_a_message_on_another_queue_is_performed_by_a_worker_of_that_queue(
-    shop: Shop, crew: Crew
-) -> None:
+def test_a_message_on_another_queue_is_performed_by_a_worker_of_that_queue(shop: Shop, crew: Crew) -> None:
     # Given two workers with a queue each, of which one is busy
     shop.hold("body", "running")
     crew.start(options=("--queues", "default"), threads=1)

@@ -44,9 +44,7 @@ def assert_goes_on(shop: Shop, worker: WorkerProcess) -> None:
     assert shop.open_transactions() == 0
 
 
-def test_a_connection_lost_in_the_body_gives_the_message_back(
-    shop: Shop, lone_worker: WorkerProcess
-) -> None:
+def test_a_connection_lost_in_the_body_gives_the_message_back(shop: Shop, lone_worker: WorkerProcess) -> None:
     """I8, I9, T5: no retry is spent, by a message that has none."""
     # Given a body whose connection is cut
     shop.hold("body", "a")
@@ -154,9 +152,7 @@ def test_a_body_that_is_silent_beyond_its_idle_limit_fails_and_hears_which_optio
     assert_goes_on(shop, lone_worker)
 
 
-def test_an_outage_longer_than_the_time_limit_spends_no_retry(
-    shop: Shop, lone_worker: WorkerProcess
-) -> None:
+def test_an_outage_longer_than_the_time_limit_spends_no_retry(shop: Shop, lone_worker: WorkerProcess) -> None:
     """I9, T20: waiting for an absent database uses up no time limit."""
     # Given a message that comes while PostgreSQL is away
     shop.servers.postgres.stop()
@@ -335,9 +331,7 @@ def test_a_lost_answer_of_postgresql(
     assert set(shop.retries("a")) == {0}
 
 
-def test_a_time_limit_that_has_passed_does_not_reach_the_hooks_after_the_body(
-    shop: Shop, crew: Crew
-) -> None:
+def test_a_time_limit_that_has_passed_does_not_reach_the_hooks_after_the_body(shop: Shop, crew: Crew) -> None:
     """T20: if it did, the retry would be lost and the thread would die."""
     # Given a body that fails within its time limit, and a hook that takes longer
     worker = crew.start(threads=2)
@@ -361,9 +355,7 @@ def test_a_time_limit_that_has_passed_does_not_reach_the_hooks_after_the_body(
     eventually(lambda: shop.runs("c") == shop.runs("d") == 1, what=worker.output)
 
 
-def test_a_time_limit_that_fires_as_the_body_ends_is_waited_for_and_handled(
-    shop: Shop, crew: Crew
-) -> None:
+def test_a_time_limit_that_fires_as_the_body_ends_is_waited_for_and_handled(shop: Shop, crew: Crew) -> None:
     """T20: TimeLimit clears the deadline first and raises after that."""
     # Given a worker of one thread
     worker = crew.start(threads=1)

@@ -67,9 +67,7 @@ def test_what_a_killed_worker_had_prefetched_runs_elsewhere_within_8_seconds(
     assert shop.books() == (10, 10, 10, 10)
 
 
-def test_a_worker_killed_between_its_first_fetch_and_its_first_beat_is_found(
-    shop: Shop, crew: Crew
-) -> None:
+def test_a_worker_killed_between_its_first_fetch_and_its_first_beat_is_found(shop: Shop, crew: Crew) -> None:
     """T14: the fetch enters it among those who beat."""
     # Given a worker that fetches and has not come to its first beat
     signals.set("hold-boot")
@@ -123,9 +121,7 @@ def test_a_worker_that_has_nothing_to_ask_of_redis_is_not_taken_for_dead(
     assert len({process for process, *_ in shop.reached("begin", "next")}) == 1
 
 
-def test_after_redis_has_hung_for_longer_than_the_timeout_nobody_is_swept(
-    shop: Shop, crew: Crew
-) -> None:
+def test_after_redis_has_hung_for_longer_than_the_timeout_nobody_is_swept(shop: Shop, crew: Crew) -> None:
     """T14: then everybody looks silent, and a beat may have waited in the socket."""
     # Given a worker that is busy and full, and one that has been alive for a whole timeout
     start_full(shop, crew, heartbeat_ms=QUICK_MS)
@@ -166,9 +162,7 @@ def paused(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["threads", "gevent"])
-def test_a_message_whose_fetch_was_answered_to_nobody_comes_back(
-    kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_a_message_whose_fetch_was_answered_to_nobody_comes_back(kind: Kind, shop: Shop, crew: Crew) -> None:
     """T31, T32: its id is in the hand of a living worker, where no sweep looks for it."""
     # Given a worker behind a proxy that will lose the answer to a fetch
     address = urlsplit(shop.servers.redis.url)
@@ -215,9 +209,7 @@ def test_an_acknowledgement_that_was_answered_to_nobody_is_repeated(shop: Shop, 
 
 
 @pytest.mark.parametrize("kind", ["threads", "gevent"])
-def test_an_actor_that_fails_while_redis_is_away_comes_again(
-    kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_an_actor_that_fails_while_redis_is_away_comes_again(kind: Kind, shop: Shop, crew: Crew) -> None:
     """I9, T9: its retry cannot be stored, so the message is not acknowledged."""
     # Given a body that runs
     worker = crew.start(kind=kind)
@@ -242,9 +234,7 @@ def test_an_actor_that_fails_while_redis_is_away_comes_again(
     eventually(lambda: shop.orders("b") == 1, what=worker.output)
 
 
-def test_an_actor_that_returns_while_redis_is_away_is_acknowledged_later(
-    shop: Shop, crew: Crew
-) -> None:
+def test_an_actor_that_returns_while_redis_is_away_is_acknowledged_later(shop: Shop, crew: Crew) -> None:
     """I2, I9: the acknowledgement may be late, and one delivery is enough."""
     # Given a body that runs
     worker = crew.start()

@@ -44,7 +44,7 @@ def test_prefetched_messages_are_given_back_while_an_actor_still_runs(
     shop.send("d")
     eventually(lambda: shop.owed() == 1 and shop.orders("d") == 1, what=crew.output)
     assert stopping.returncode is None
-    (runner, *_), = shop.reached("body", "running")
+    ((runner, *_),) = shop.reached("body", "running")
     assert not {process for label in "abcd" for process, *_ in shop.reached("begin", label)} & {runner}
 
     # And the running one is finished by the worker that began it
@@ -56,9 +56,7 @@ def test_prefetched_messages_are_given_back_while_an_actor_still_runs(
 
 
 @both_kinds
-def test_an_actor_that_is_notified_of_the_shutdown_is_given_back(
-    kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_an_actor_that_is_notified_of_the_shutdown_is_given_back(kind: Kind, shop: Shop, crew: Crew) -> None:
     """I9: Shutdown rolls back and spends no retry."""
     # Given a body that is to be interrupted when its worker stops
     shop.hold("body", "a")
@@ -88,9 +86,7 @@ def test_an_idle_worker_ends(kind: Kind, shop: Shop, crew: Crew) -> None:
 
 
 @both_kinds
-def test_a_worker_ends_while_a_delivery_waits_for_postgresql(
-    kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_a_worker_ends_while_a_delivery_waits_for_postgresql(kind: Kind, shop: Shop, crew: Crew) -> None:
     # Given a delivery that waits, and another message behind it
     worker = crew.start(kind=kind, threads=1)
     shop.servers.postgres.stop()
@@ -109,9 +105,7 @@ def test_a_worker_ends_while_a_delivery_waits_for_postgresql(
 
 
 @both_kinds
-def test_a_worker_ends_while_a_delivery_waits_for_its_key(
-    kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_a_worker_ends_while_a_delivery_waits_for_its_key(kind: Kind, shop: Shop, crew: Crew) -> None:
     # Given a delivery that waits for a key which somebody holds
     worker = crew.start(kind=kind)
     message = sell.message_with_options(args=("a",), max_retries=0)
@@ -134,9 +128,7 @@ def test_a_worker_ends_while_a_delivery_waits_for_its_key(
 
 @both_kinds
 @pytest.mark.parametrize("hung", [False, True], ids=["away", "hung"])
-def test_a_worker_ends_while_redis_does_not_answer(
-    hung: bool, kind: Kind, shop: Shop, crew: Crew
-) -> None:
+def test_a_worker_ends_while_redis_does_not_answer(hung: bool, kind: Kind, shop: Shop, crew: Crew) -> None:
     # Given a body that has just returned, and a Redis that is away or hangs
     worker = crew.start(kind=kind)
     shop.hold("ack", "a")

@@ -20,8 +20,8 @@ orders = Blueprint("orders", __name__)
 def place_order() -> tuple[Response, int]:
     """Store an order and send the message that reserves its stock.
 
-    The message leaves after the commit, so that no worker looks for an order that it cannot see
-    yet. If the process dies, or Redis is away, between the two, the order stays placed.
+    The message is written with the order and leaves with the commit: there is no order without
+    its message and no message without its order, whether Redis is there or not.
 
     Returns:
       202 with the order's id and state; 400 for a body that is no order, 422 for an unknown SKU.
@@ -31,7 +31,7 @@ def place_order() -> tuple[Response, int]:
         if not Stock.select().where(Stock.sku == asked["sku"]).exists():
             raise UnprocessableEntity(f"There is no article with the SKU {asked['sku']!r}.")
         order = Order.create(**asked)
-    reserve_stock.send(order.id)
+        reserve_stock.send(order.id)  # leaves with the commit
     return jsonify(id=order.id, state=order.state), 202
 
 

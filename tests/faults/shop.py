@@ -53,11 +53,7 @@ class Shop:
         return [int(note) for _, _, note in self.reached("begin", label)]
 
     def open_transactions(self) -> int:
-        return int(
-            self.sql(
-                "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%%'"
-            )
-        )
+        return int(self.sql("SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%%'"))
 
     def waits_for_a_lock(self) -> bool:
         return bool(self.sql("SELECT count(*) FROM pg_locks WHERE NOT granted"))
@@ -111,9 +107,7 @@ class Shop:
 
     def dead(self) -> list[bytes]:
         """The dead letters, encoded."""
-        assert self.redis.zcard(f"{NAMESPACE}:default.XQ") == self.redis.hlen(
-            f"{NAMESPACE}:default.XQ.msgs"
-        )
+        assert self.redis.zcard(f"{NAMESPACE}:default.XQ") == self.redis.hlen(f"{NAMESPACE}:default.XQ.msgs")
         return list(self.redis.hvals(f"{NAMESPACE}:default.XQ.msgs"))
 
     def place(self, *encoded: bytes) -> None:
