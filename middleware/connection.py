@@ -25,11 +25,11 @@ _ENDING = (
     r"(?:commit|end|abort|begin|start\s+transaction|prepare\s+transaction"
     r"|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b"
 )
-_COMMENT = r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+_COMMENT = r"(?:\s|--[^\n\r]*[\n\r]|/\*.*?\*/)*"
 #: A statement that can only end the transaction.
 _ends_transaction = re.compile(_COMMENT + _ENDING, re.IGNORECASE | re.DOTALL).match
 #: A text that has such a statement somewhere, or only looks like it: a string, a CASE ... END.
-_may_end_transaction = re.compile(r"(?:;|\*/|\n)\s*" + _ENDING, re.IGNORECASE).search
+_may_end_transaction = re.compile(r"(?:;|\*/|[\n\r])\s*" + _ENDING, re.IGNORECASE).search
 
 IN_FAILED_TRANSACTION = "25P02"
 
@@ -87,30 +87,38 @@ class GuardedCursor(extensions.cursor):
     connection: GuardedConnection
 
     def execute(self, query: Any, vars: Any = None) -> None:  # noqa: A002 - psycopg2's name
+        self._send(super().execute, query, vars)
+
+    def executemany(self, query: Any, vars_list: Any) -> None:
+        self._send(super().executemany, query, vars_list)
+
+    def copy_expert(self, sql: Any, file: Any, size: int = 8192) -> None:
+        self._send(super().copy_expert, sql, file, size)
+
+    def _send(self, method: Callable[..., None], query: Any, *arguments: Any) -> None:
         connection = self.connection
         if connection.claim is None:
-            return self._run(super().execute, query, vars)
+            self._run(method, query, *arguments)
+            return
         text = query if isinstance(query, str) else _text_of(query, self)
         if _ends_transaction(text):
             connection.refuse(text.strip().split(";")[0][:60])
         if not _may_end_transaction(text):
-            return self._run(super().execute, query, vars)
+            self._run(method, query, *arguments)
+            return
         # A COMMIT inside a longer text shows in the number of the transaction (T3).
         before = _transaction_number(connection)
-        self._run(super().execute, query, vars)
+        self._run(method, query, *arguments)
         if not connection.aborted and _transaction_number(connection) != before:
             connection.refuse("a text that contains COMMIT or ROLLBACK")
 
-    def executemany(self, query: Any, vars_list: Any) -> None:
-        self._run(super().executemany, query, vars_list)
-
-    def _run(self, method: Callable[[Any, Any], None], query: Any, values: Any) -> None:
+    def _run(self, method: Callable[..., None], *arguments: Any) -> None:
         connection = self.connection
         began_s = connection.statement_began_s = monotonic()
         if not connection.closed:
             connection.silence_s = began_s - connection.statement_ended_s
         try:
-            method(query, values)
+            method(*arguments)
         except psycopg2.Error as error:
             # PostgreSQL's errors carry a SQLSTATE, and what psycopg2 finds wrong has other types.
             if error.pgcode is None and type(error) in (
