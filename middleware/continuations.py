@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq.middleware import Callbacks, GroupCallbacks, Middleware, Pipelines
 
+from .delivery import current
+
 if TYPE_CHECKING:
     from dramatiq import Broker
     from dramatiq.broker import MessageProxy
@@ -30,7 +32,7 @@ def _spare(middleware: Middleware) -> None:
 
     @functools.wraps(hook)
     def after_process_message(broker: Broker, message: MessageProxy, **outcome: Any) -> None:
-        if not getattr(message, "redelivered", False):
+        if not current.redelivered:
             hook(broker, message, **outcome)
 
     after_process_message.spares_redeliveries = True  # type: ignore[attr-defined] # our own mark

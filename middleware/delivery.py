@@ -38,8 +38,10 @@ class Delivery(MessageProxy):
     is safe, and the Consumer acknowledges nothing that is not settled (T22).
     """
 
-    def __init__(self, message: Message[Any], redis_id: str, raw: bytes) -> None:
+    def __init__(self, message: Message[Any], redis_id: str, raw: bytes, *, foreign: bool = False) -> None:
         super().__init__(message)
+        #: Another broker handed it out, and will acknowledge it whatever becomes of it.
+        self.foreign = foreign
         #: Its id in Redis, new at every enqueue; the message id stays.
         self.redis_id = redis_id
         #: Its row in the ledger, None if it came from none.
@@ -62,8 +64,6 @@ class Delivery(MessageProxy):
         self.unguarded = False
         #: The body runs; what it enqueues is no retry, not even this very message.
         self.running = False
-        #: The first run of this message set everything off already (I5).
-        self.redelivered = False
 
     @property
     def attempt(self) -> int:
@@ -72,13 +72,13 @@ class Delivery(MessageProxy):
 
     def as_it_came(self) -> Message[Any]:
         """This message with the arguments that arrived, whatever the body did to them (T17)."""
-        return restored(self._message, self.raw)
+        original = Message.decode(self.raw)
+        return dataclasses.replace(self._message, args=original.args, kwargs=original.kwargs)
 
-
-def restored(message: Message[Any], raw: bytes) -> Message[Any]:
-    """A message with its present options and the arguments it was encoded with (T17)."""
-    original = Message.decode(raw)
-    return dataclasses.replace(message, args=original.args, kwargs=original.kwargs)
+    def finish(self) -> None:
+        """Nothing remains to be done, but for its row in the ledger if it has one."""
+        self.done = self.owed is not None
+        self.settled = not self.done
 
 
 class _Current(threading.local):
@@ -86,12 +86,34 @@ class _Current(threading.local):
 
     #: Whether it is one of Dramatiq's worker threads.
     in_worker = False
-    message: MessageProxy | None = None
-    raw = b""
-    #: The wrapper took the message: an actor that is called from now on is called as a function.
+    #: The delivery in hand, and Dramatiq's proxy of it: the same object, but on foreign brokers.
+    delivery: Delivery | None = None
+    proxy: MessageProxy | None = None
+    #: The performer took the delivery: an actor that is called from now on is called as a function.
     taken = False
     #: The body of this delivery has failed: what hooks send now is stored with its end.
     failed: Delivery | None = None
+    #: The message in hand was performed before: what it set off is not set off again (I5).
+    redelivered = False
+
+    def begin(self, message: MessageProxy) -> None:
+        """A message comes into hand."""
+        self.proxy = message
+        self.taken = False
+        self.failed = None
+        self.redelivered = False
+        if isinstance(message, Delivery):
+            self.delivery = message
+        else:
+            self.delivery = Delivery(message._message, "", message.encode(), foreign=True)
+
+    def fail(self, delivery: Delivery) -> None:
+        """The body has failed; from now on everybody sees the message as it came (T17)."""
+        delivery._message = delivery.as_it_came()
+        if self.proxy is not None:
+            self.proxy._message = delivery._message
+        if not delivery.foreign:
+            self.failed = delivery
 
 
 current = _Current()

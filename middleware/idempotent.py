@@ -1,32 +1,27 @@
-"""The middleware that makes every actor idempotent; `Consumer.perform` is the story of a delivery.
+"""The middleware that makes every actor idempotent.
 
 The transaction is laid around the actor's function, not into hooks: Dramatiq swallows what hooks
-raise, so a hook could neither stop an unprotected body nor withhold an acknowledgement (T1).
+raise, so a hook could neither stop an unprotected body nor withhold an acknowledgement (T1). The
+function is replaced by a `Performer`; the hooks here only tell it which message is in hand.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
-from math import isinf
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import peewee
 import psycopg2
 from dramatiq.middleware import Middleware
-from dramatiq.results import Results
 
-from . import payload, time_limit, wait_callback
+from . import payload, wait_callback
 from .continuations import spare_redeliveries
 from .database import Database
 from .declaration import check_actor, forbid_retries
-from .delivery import Delivery, current, restored
-from .ends import End, judge
-from .errors import GivenBack, NoDelivery, PayloadMismatch, PermanentError
-from .inbox import Claim, Inbox, KeyTaken, Limits, Processed, Stage
+from .delivery import Delivery, current
+from .inbox import Inbox
 from .outage import Outage
-from .stack import find
+from .performer import Performer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,17 +31,9 @@ if TYPE_CHECKING:
 
     from .tables import ProcessedMessage
 
-logger = logging.getLogger("onetake")
-
-#: A transaction that lost a deadlock or a serialisation is run again this often at once.
-MAX_RERUNS = 3
-#: How long to wait before an absent database is asked again: doubled from first to longest, which
-#: is also the pause before a message that met a full disk is given back.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-#: How much older than its actor's time limit a transaction may grow.
-TRANSACTION_GRACE_MS = 30_000
-#: More than this no limit of PostgreSQL can be.
-MAX_LIMIT_MS = 2**31 - 1
+#: How long to wait before an absent database is asked again, in seconds; how long before a message
+#: that met a full disk is given back.
+AWAY_S, PAUSE_S = 0.25, 1.0
 
 
 class IdempotentConsumer(Middleware):
@@ -74,34 +61,41 @@ class IdempotentConsumer(Middleware):
     def actor_options(self) -> set[str]:
         return {"consumer_name", "idempotency", "on_mismatch", "idle_limit_ms"}
 
-    def insist(self, action: Callable[[], None]) -> bool:
-        """Do something in the database, however long it is away.
+    # Waiting for PostgreSQL
 
-        Returns:
-          False where the worker stops before it could be done.
-        """
-        pause_s = FIRST_PAUSE_S
+    def insist(self, action: Callable[[], None]) -> bool:
+        """Do something in the database, however long it is away; False where the worker stops first."""
         while not self.stopping.is_set():
             try:
                 action()
             except (peewee.PeeweeException, psycopg2.Error) as error:
-                self.outage.begins(error)
-                self.database.discard()  # after a fail-over, another server may answer
-                self.stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self.wait_for_database(error)
             else:
                 self.outage.ends()
                 return True
         return False
 
+    def wait_for_database(self, error: BaseException) -> None:
+        """Wait a moment before the database is asked again; after a fail-over another may answer."""
+        self.outage.begins(error)
+        self.database.discard()
+        self.stopping.wait(AWAY_S)
+
+    def pause(self) -> None:
+        """Let a server that is in trouble have a moment; it may have become a replica."""
+        self.database.discard()
+        self.stopping.wait(PAUSE_S)
+
+    # Hooks
+
     def before_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
         check_actor(actor)
 
     def after_declare_actor(self, broker: Broker, actor: Actor[Any, Any]) -> None:
-        if not isinstance(actor.fn, Consumer):
+        if not isinstance(actor.fn, Performer):
             check_actor(actor)
             forbid_retries(actor)
-            actor.fn = Consumer(self, broker, actor)
+            actor.fn = Performer(self, broker, actor)
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
         wait_callback.check()
@@ -120,208 +114,14 @@ class IdempotentConsumer(Middleware):
             payload.key_of(message, message.actor_name)
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
-        current.message = message
-        current.taken = False
-        current.failed = None
-        current.raw = message.raw if isinstance(message, Delivery) else message.encode()
+        current.begin(message)
 
     def after_process_message(
-        self,
-        broker: Broker,
-        message: MessageProxy,
-        *,
-        result: Any = None,
-        exception: Any = None,
+        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: Any = None
     ) -> None:
-        current.message = None
+        current.delivery = None
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
-        current.message = None
+        current.delivery = None
         if isinstance(message, Delivery) and not message.given_back:
             message.done = True  # T29
-
-
-class Consumer:
-    """What stands in an actor's `fn`: its body, guarded by the key of the message in hand."""
-
-    def __init__(self, guard: IdempotentConsumer, broker: Broker, actor: Actor[Any, Any]) -> None:
-        self.guard = guard
-        self.broker = broker
-        self.actor = actor
-        self.body: Callable[..., Any] = actor.fn
-        self.database = guard.database
-        self.name: str = actor.options.get("consumer_name", actor.actor_name)
-        self.guarded: bool = actor.options.get("idempotency") != "off"
-        functools.update_wrapper(self, actor.fn)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        message = current.message
-        if message is None or current.taken or message.actor_name != self.actor.actor_name:
-            return self.call(args, kwargs)
-        current.taken = True
-        time_limit.hold(self.broker)
-        self.database.settle_down()  # T4
-        try:
-            return (self.perform if self.guarded else self.run)(message, args, kwargs)
-        except PermanentError as error:
-            # Dramatiq logs only the name of an error that an actor `throws`.
-            logger.error("Message %r is a dead letter. %s", message.message_id, error)
-            raise
-
-    def perform(self, message: MessageProxy, args: Any, kwargs: Any) -> Any:
-        """Perform one delivery: key and body in one transaction, then settled."""
-        key = payload.key_of(message._message, self.name)
-        digest = payload.digest(args, kwargs)
-        owed = message.owed if isinstance(message, Delivery) else None
-        limits = self.limits_of(message)
-        pause_s, reruns = FIRST_PAUSE_S, 0
-        while not self.guard.stopping.is_set():
-            claim = Claim(
-                self.guard.inbox,
-                self.name,
-                key,
-                message.message_id,
-                digest,
-                limits,
-                owed,
-            )
-            try:
-                with self.database.atomic(claim=claim):
-                    self.guard.outage.ends()
-                    result = self.run_body(message, args, kwargs)
-                    if result is not None and self.stores_result_of(message):
-                        self.guard.inbox.store_result(claim, result)
-                return self.settle(message, result)
-            except KeyTaken as taken:
-                self.guard.outage.ends()
-                result = self.answer(message, claim, taken.processed)
-                if owed is None:
-                    return self.settle(message, result)
-                message.done = True  # type: ignore[attr-defined] # its row of the ledger is still to be deleted
-                return result
-            except BaseException as error:
-                if claim.stage is Stage.COMMITTED:
-                    logger.exception("after_commit() of message %r failed", message.message_id)
-                    return self.settle(message, result)
-                end, reason = judge(error, claim, self.database.lock_timeout_ms)
-                if end is End.WAIT:
-                    self.guard.outage.begins(error)
-                    self.database.discard()  # after a fail-over, another server may answer
-                    self.guard.stopping.wait(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                elif end is End.RUN_AGAIN and reruns < MAX_RERUNS:
-                    reruns += 1
-                    args, kwargs = self.arguments_as_they_came(message)
-                elif end in (End.RUN_AGAIN, End.FAIL):
-                    self.fail(message, error, reason)
-                else:
-                    self.give_back(message, end, error)
-        self.give_back(message, End.GIVE_BACK, None)
-
-    def run(self, message: MessageProxy, args: Any, kwargs: Any) -> Any:
-        """Perform a delivery whose actor opted out: no transaction and no key."""
-        message.unguarded = True  # type: ignore[attr-defined] # foreign proxies carry it too
-        try:
-            return self.settle(message, self.run_body(message, args, kwargs))
-        except BaseException as error:  # noqa: BLE001 - it is raised again
-            self.fail(message, error, error)
-
-    def call(self, args: Any, kwargs: Any) -> Any:
-        """The actor is called as a function: it joins a transaction, or has one without a key.
-
-        Raises:
-          NoDelivery: in a worker thread that has no message in hand (T1).
-        """
-        if current.message is None and current.in_worker:
-            raise NoDelivery(
-                f"Actor {self.actor.actor_name!r} was called in a worker thread that has no message in "
-                f"hand, so there is no key. A hook failed before; its error is in the log."
-            )
-        if not self.guarded or self.database.in_transaction():
-            return self.body(*args, **kwargs)
-        with self.database.atomic():
-            return self.body(*args, **kwargs)
-
-    def run_body(self, message: MessageProxy, args: Any, kwargs: Any) -> Any:
-        time_limit.release(self.broker, message, self.actor)
-        try:
-            message.running = True  # type: ignore[attr-defined] # foreign proxies carry it too
-            return self.body(*args, **kwargs)
-        finally:
-            message.running = False  # type: ignore[attr-defined]
-            time_limit.hold(self.broker)
-
-    def settle(self, message: MessageProxy, result: Any) -> Any:
-        """The end is safe: from here on the message may be acknowledged (T22)."""
-        message.settled = True  # type: ignore[attr-defined] # foreign proxies carry it too
-        return result
-
-    def answer(self, message: MessageProxy, claim: Claim, processed: Processed) -> Any:
-        """The stored result for a message whose key is committed (I5).
-
-        Raises:
-          PayloadMismatch: the key was used for other arguments.
-        """
-        again = processed.performed_by == message.message_id
-        same = processed.digest_version != payload.DIGEST_VERSION or processed.digest == claim.digest
-        if not same:
-            text = (
-                f"Message {message.message_id!r} for consumer {self.name!r} has the key {claim.key!r} of "
-                f"message {processed.performed_by!r}, but other arguments"
-            )
-            if self.actor.options.get("on_mismatch") != "answer":
-                raise PayloadMismatch(f'{text}. Send another key, or declare on_mismatch="answer".')
-            logger.warning("%s; it was answered with the stored result", text)
-        message.redelivered = again  # type: ignore[attr-defined] # foreign proxies carry it too
-        logger.info(
-            "Duplicate answered: message %r for consumer %r, key %r was performed by message %r",
-            message.message_id, self.name, claim.key, processed.performed_by,
-        )  # fmt: skip
-        return processed.result
-
-    def fail(self, message: MessageProxy, error: BaseException, reason: BaseException) -> NoReturn:
-        """Hand the error to Dramatiq, whose Retries decides; it sees the message as it came (T17)."""
-        message._message = restored(message._message, current.raw)
-        current.failed = message if isinstance(message, Delivery) else None
-        if reason is error:
-            raise error
-        raise reason from error
-
-    def give_back(self, message: MessageProxy, end: End, error: BaseException | None) -> NoReturn:
-        """End a delivery without an outcome: the message comes again, no retry is spent."""
-        if end is End.PAUSE:
-            self.database.discard()  # the server may have become a replica
-            self.guard.stopping.wait(LONGEST_PAUSE_S)
-        reason = " ".join(str(error).split()) if error is not None else "the worker stops"
-        text = f"Message {message.message_id!r} for consumer {self.name!r} is given back: {reason}"
-        if isinstance(message, Delivery):
-            message.given_back = True
-        else:  # a foreign broker acknowledges in any case, so it needs a copy
-            self.broker.enqueue(restored(message._message, current.raw))
-        message.options["store_results"] = False  # T22: Results would store None
-        logger.info(text)
-        raise GivenBack(text) from error
-
-    def arguments_as_they_came(self, message: MessageProxy) -> tuple[Any, Any]:
-        original = restored(message._message, current.raw)
-        return original.args, original.kwargs
-
-    def limits_of(self, message: MessageProxy) -> Limits:
-        """The limits of this delivery's transaction; the database's own object if they are its."""
-        default = self.database.limits
-        limit_ms = time_limit.limit_ms(self.broker, message, self.actor)
-        own_limit = "time_limit" in self.actor.options or "time_limit" in message.options
-        transaction_ms = default.transaction_ms
-        if transaction_ms and (own_limit or limit_ms + TRANSACTION_GRACE_MS > transaction_ms):
-            transaction_ms = 0 if isinf(limit_ms) else min(int(limit_ms) + TRANSACTION_GRACE_MS, MAX_LIMIT_MS)
-        limits = Limits(self.actor.options.get("idle_limit_ms", default.idle_ms), transaction_ms)
-        return default if limits == default else limits
-
-    def stores_result_of(self, message: MessageProxy) -> bool:
-        """Whether the result is stored beside the key: a business key's is, or one for Results."""
-        if "idempotency_key" in message.options:
-            return True
-        results = find(self.broker, Results)
-        default = results is not None and results.store_results
-        stores = self.actor.options.get("store_results", default)
-        return bool(message.options.get("store_results", stores))

@@ -23,9 +23,9 @@ from .errors import (
     PermanentError,
     TransactionEscaped,
 )
-from .idempotent import Consumer
 from .inbox import Claim
 from .ledger import letter_of
+from .performer import Performer
 
 if TYPE_CHECKING:
     from .broker import DurableRedisBroker
@@ -94,7 +94,7 @@ def _bury(
 ) -> None:
     error = delivery._exception
     actor = broker.actors.get(delivery.actor_name)
-    consumer = actor.fn if actor is not None and isinstance(actor.fn, Consumer) else None
+    consumer = actor.fn if actor is not None and isinstance(actor.fn, Performer) else None
     exempt = isinstance(error, PayloadMismatch | TransactionEscaped)
     if consumer is not None and consumer.guarded and not exempt:
         claim = _claim_of(guard, consumer, delivery)
@@ -113,7 +113,7 @@ def _bury(
     ledger.bury(letter)
 
 
-def _claim_of(guard: IdempotentConsumer, consumer: Consumer, delivery: Delivery) -> Claim | None:
+def _claim_of(guard: IdempotentConsumer, consumer: Performer, delivery: Delivery) -> Claim | None:
     try:
         key = payload.key_of(delivery._message, consumer.name)
     except InvalidKey:

@@ -1,0 +1,189 @@
+"""The story of a delivery: `Performer.perform`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from math import isinf
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dramatiq.results import Results
+
+from . import payload, time_limit
+from .delivery import Delivery, current
+from .ends import End, judge
+from .errors import GivenBack, NoDelivery, PayloadMismatch, PermanentError
+from .inbox import Claim, KeyTaken, Limits, Processed, Stage
+from .stack import find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dramatiq import Actor, Broker
+
+    from .idempotent import IdempotentConsumer
+
+logger = logging.getLogger("onetake")
+
+#: A transaction that lost a deadlock or a serialisation is run again this often at once.
+MAX_RERUNS = 3
+#: How much older than its actor's time limit a transaction may grow.
+TRANSACTION_GRACE_MS = 30_000
+#: More than this no limit of PostgreSQL can be.
+MAX_LIMIT_MS = 2**31 - 1
+
+
+class Performer:
+    """What stands in an actor's `fn`: its body, guarded by the key of the message in hand."""
+
+    def __init__(self, guard: IdempotentConsumer, broker: Broker, actor: Actor[Any, Any]) -> None:
+        self.guard = guard
+        self.broker = broker
+        self.actor = actor
+        self.body: Callable[..., Any] = actor.fn
+        self.database = guard.database
+        self.name: str = actor.options.get("consumer_name", actor.actor_name)
+        self.guarded: bool = actor.options.get("idempotency") != "off"
+        functools.update_wrapper(self, actor.fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        delivery = current.delivery
+        if delivery is None or current.taken or delivery.actor_name != self.actor.actor_name:
+            return self.call(args, kwargs)
+        current.taken = True
+        time_limit.hold(self.broker)
+        self.database.settle_down()  # T4
+        try:
+            return (self.perform if self.guarded else self.run)(delivery, args, kwargs)
+        except GivenBack:
+            raise
+        except BaseException as error:
+            current.fail(delivery)
+            if isinstance(error, PermanentError):  # Dramatiq logs only the name of what an actor `throws`
+                logger.error("Message %r is a dead letter. %s", delivery.message_id, error)
+            raise
+
+    def perform(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
+        """Perform one delivery: key and body in one transaction, then settled."""
+        key = payload.key_of(delivery._message, self.name)
+        digest = payload.digest(args, kwargs)
+        limits, owed, inbox = self.limits_of(delivery), delivery.owed, self.guard.inbox
+        reruns = 0
+        while not self.guard.stopping.is_set():
+            claim = Claim(inbox, self.name, key, delivery.message_id, digest, limits, owed)
+            try:
+                with self.database.atomic(claim=claim):
+                    self.guard.outage.ends()
+                    result = self.run_body(delivery, args, kwargs)
+                    if result is not None and self.stores_result_of(delivery):
+                        inbox.store_result(claim, result)
+                delivery.settled = True
+                return result
+            except KeyTaken as taken:
+                self.guard.outage.ends()
+                return self.answer(delivery, claim, taken.processed)
+            except BaseException as error:
+                if claim.stage is Stage.COMMITTED:
+                    logger.exception("after_commit() of message %r failed", delivery.message_id)
+                    delivery.settled = True
+                    return result
+                end, reason = judge(error, claim, self.database.lock_timeout_ms)
+                if end is End.WAIT:
+                    self.guard.wait_for_database(error)
+                elif end is End.RUN_AGAIN and reruns < MAX_RERUNS:
+                    reruns += 1
+                    original = delivery.as_it_came()
+                    args, kwargs = original.args, original.kwargs
+                elif end in (End.RUN_AGAIN, End.FAIL):
+                    if reason is error:
+                        raise
+                    raise reason from error
+                else:
+                    self.give_back(delivery, end, error)
+        self.give_back(delivery, End.GIVE_BACK, None)
+
+    def run(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
+        """Perform a delivery whose actor opted out: no transaction and no key."""
+        delivery.unguarded = True
+        result = self.run_body(delivery, args, kwargs)
+        delivery.finish()
+        return result
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """The actor is called as a function: it joins a transaction, or has one without a key.
+
+        Raises:
+          NoDelivery: in a worker thread that has no message in hand (T1).
+        """
+        if current.delivery is None and current.in_worker:
+            raise NoDelivery(
+                f"Actor {self.actor.actor_name!r} was called in a worker thread that has no message in "
+                f"hand, so there is no key. A hook failed before; its error is in the log."
+            )
+        if not self.guarded or self.database.in_transaction():
+            return self.body(*args, **kwargs)
+        with self.database.atomic():
+            return self.body(*args, **kwargs)
+
+    def run_body(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
+        time_limit.release(self.broker, delivery, self.actor)
+        try:
+            delivery.running = True
+            return self.body(*args, **kwargs)
+        finally:
+            delivery.running = False
+            time_limit.hold(self.broker)
+
+    def answer(self, delivery: Delivery, claim: Claim, processed: Processed) -> Any:
+        """The stored result for a message whose key is committed (I5).
+
+        Raises:
+          PayloadMismatch: the key was used for other arguments.
+        """
+        if processed.digest_version == payload.DIGEST_VERSION and processed.digest != claim.digest:
+            text = (
+                f"Message {delivery.message_id!r} for consumer {self.name!r} has the key {claim.key!r} of "
+                f"message {processed.performed_by!r}, but other arguments"
+            )
+            if self.actor.options.get("on_mismatch") != "answer":
+                raise PayloadMismatch(f'{text}. Send another key, or declare on_mismatch="answer".')
+            logger.warning("%s; it was answered with the stored result", text)
+        current.redelivered = processed.performed_by == delivery.message_id
+        delivery.finish()
+        logger.info(
+            "Duplicate answered: message %r for consumer %r, key %r was performed by message %r",
+            delivery.message_id, self.name, claim.key, processed.performed_by,
+        )  # fmt: skip
+        return processed.result
+
+    def give_back(self, delivery: Delivery, end: End, error: BaseException | None) -> NoReturn:
+        """End a delivery without an outcome: the message comes again, no retry is spent."""
+        if end is End.PAUSE:
+            self.guard.pause()
+        reason = " ".join(str(error).split()) if error is not None else "the worker stops"
+        text = f"Message {delivery.message_id!r} for consumer {self.name!r} is given back: {reason}"
+        delivery.given_back = True
+        if delivery.foreign:  # its broker acknowledges in any case, so it needs a copy
+            self.broker.enqueue(delivery.as_it_came())
+        delivery.options["store_results"] = False  # T22: Results would store None
+        logger.info(text)
+        raise GivenBack(text) from error
+
+    def limits_of(self, delivery: Delivery) -> Limits:
+        """The limits of this delivery's transaction; the database's own object if they are its."""
+        default = self.database.limits
+        limit_ms = time_limit.limit_ms(self.broker, delivery, self.actor)
+        own_limit = "time_limit" in self.actor.options or "time_limit" in delivery.options
+        transaction_ms = default.transaction_ms
+        if transaction_ms and (own_limit or limit_ms + TRANSACTION_GRACE_MS > transaction_ms):
+            transaction_ms = 0 if isinf(limit_ms) else min(int(limit_ms) + TRANSACTION_GRACE_MS, MAX_LIMIT_MS)
+        limits = Limits(self.actor.options.get("idle_limit_ms", default.idle_ms), transaction_ms)
+        return default if limits == default else limits
+
+    def stores_result_of(self, delivery: Delivery) -> bool:
+        """Whether the result is stored beside the key: a business key's is, or one for Results."""
+        if "idempotency_key" in delivery.options:
+            return True
+        results = find(self.broker, Results)
+        stores = self.actor.options.get("store_results", results is not None and results.store_results)
+        return bool(delivery.options.get("store_results", stores))
