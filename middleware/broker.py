@@ -5,19 +5,21 @@ A message sent inside a transaction leaves with the commit, one sent outside lea
 
 from __future__ import annotations
 
-import logging
+import functools
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import dramatiq.worker
 import redis
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.errors import ConnectionClosed
+from dramatiq.results import Results
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from .consumer import DurableConsumer
 from .delivery import Delivery, current
-from .errors import ConfigurationError
+from .errors import ConfigurationError, WaitInsideTransaction
 from .idempotent import IdempotentConsumer
 from .ledger import Ledger
 from .life import Life
@@ -32,12 +34,10 @@ if TYPE_CHECKING:
     from dramatiq import Message
     from dramatiq.middleware import Middleware
 
-logger = logging.getLogger("onetake")
-
 #: Enough for two round trips' worth of work, few enough to leave some to other workers (T39).
 DEFAULT_PREFETCH = 32
 #: How long Redis may take to accept a connection and to answer, in seconds.
-CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 4.0
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S, WAKE_TIMEOUT_S = 2.0, 4.0, 0.3
 
 
 class DurableRedisBroker(RedisBroker):
@@ -103,6 +103,9 @@ class DurableRedisBroker(RedisBroker):
             **parameters,
         )
         self.scripts |= {name: self.client.register_script(text) for name, text in SCRIPTS.items()}
+        # A wake-up is a courtesy: a commit does not wait for a Redis that hangs.
+        waker = connect(url, WAKE_TIMEOUT_S, WAKE_TIMEOUT_S) if url else self.client
+        self._waker = waker.register_script(SCRIPTS["wake"])
         self.add_middleware(Life())
 
     @property
@@ -133,6 +136,28 @@ class DurableRedisBroker(RedisBroker):
         """
         self.check_url()
         return self.scripts[script](keys=[self.namespace], args=arguments)
+
+    def add_middleware(self, middleware: Middleware, **place: Any) -> None:
+        """Add a middleware as Dramatiq does; results are then not waited for where that cannot end."""
+        super().add_middleware(middleware, **place)
+        if isinstance(middleware, Results):
+            self._guard_waits(middleware.backend)
+
+    def _guard_waits(self, backend: Any) -> None:
+        get_result = backend.get_result
+
+        @functools.wraps(get_result)
+        def guarded(message: Any, *, block: bool = False, timeout: int | None = None) -> Any:
+            ledger = self.ledger
+            inside = block and ledger is not None and ledger.database.in_transaction()
+            if inside and ledger is not None and ledger.waits_for(message.message_id):
+                raise WaitInsideTransaction(
+                    f"Message {message.message_id!r} leaves with the commit of the open transaction, so "
+                    f"its result cannot come before. Wait for it after the commit."
+                )
+            return get_result(message, block=block, timeout=timeout)
+
+        backend.get_result = guarded
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 5_000) -> DurableConsumer:
         """The consumer of a queue; always the same one, so that its notes outlive its thread."""
@@ -169,10 +194,11 @@ class DurableRedisBroker(RedisBroker):
         if not waits and current.failed is None:
             return super().enqueue(message)
         self.emit_before("enqueue", message, delay)
+        values = self.ledger.values_of(message, delay or 0)
         if current.failed is not None:  # a hook after the body: it leaves with the end of the delivery
-            current.failed.sent.append((message.copy(), delay or 0))
+            current.failed.sent.append(values)
         else:
-            self.ledger.owe(message, delay or 0)
+            self.ledger.owe(values)
             if not delay:
                 self.wake_after_commit()
         self.emit_after("enqueue", message, delay)
@@ -214,7 +240,7 @@ class DurableRedisBroker(RedisBroker):
         if style not in ("format", "numeric"):
             raise ConfigurationError(f"style is {style!r}; it must be 'format' or 'numeric'.")
         self.emit_before("enqueue", message, delay or None)
-        text, values = self.ledger.insert, self.ledger.values_of(message, 0, delay)
+        text, values = self.ledger.insert, self.ledger.values_of(message, delay)
         if style == "numeric":
             for number in range(1, len(values) + 1):
                 text = text.replace("%s", f"${number}", 1)
@@ -228,15 +254,16 @@ class DurableRedisBroker(RedisBroker):
           message: made by an actor's `message()`.
           delay: milliseconds.
         """
-        with connection.cursor() as cursor:
+        with closing(connection.cursor()) as cursor:
             cursor.execute(*self.outbox_statement(message, delay=delay))
         self.emit_after("enqueue", message, delay or None)
         return message
 
     def wake(self) -> None:
         """Tell a relay that something is due now; without that it looks 250 ms later (T16)."""
+        self.check_url()
         try:
-            self.call("wake")
+            self._waker(keys=[self.namespace])
         except redis.RedisError as error:
             self.outage.begins(error)  # the poll finds it
 
@@ -274,11 +301,13 @@ class DurableRedisBroker(RedisBroker):
         return set(ids)
 
 
-def connect(url: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
+def connect(
+    url: str, answer_timeout_s: float = ANSWER_TIMEOUT_S, connect_timeout_s: float = CONNECT_TIMEOUT_S
+) -> redis.Redis:
     """A client that waits for an answer no longer than a worker may, and repeats nothing (T32)."""
     return redis.Redis.from_url(
         url,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_connect_timeout=connect_timeout_s,
         socket_timeout=answer_timeout_s,
         socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),

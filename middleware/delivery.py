@@ -56,10 +56,10 @@ class Delivery(MessageProxy):
         self.dead = False
         #: Nothing remains to be done: skipped, or answered as a duplicate.
         self.done = False
-        #: What Retries decided, and what other hooks sent after the body had failed: messages and
-        #: their delays in milliseconds, stored together with the end.
+        #: What Retries decided (a message and its delay in milliseconds), and what other hooks sent
+        #: after the body had failed (rows of the ledger): stored together with the end.
         self.retry: tuple[Message[Any], float] | None = None
-        self.sent: list[tuple[Message[Any], float]] = []
+        self.sent: list[tuple[Any, ...]] = []
         #: The actor opted out of the transaction: a kill before the acknowledgement runs it again.
         self.unguarded = False
         #: The body runs; what it enqueues is no retry, not even this very message.

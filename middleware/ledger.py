@@ -91,8 +91,8 @@ class Ledger:
 
     # What is owed
 
-    def values_of(self, message: Message[Any], attempt: int, delay_ms: float) -> tuple[Any, ...]:
-        """The values of `insert` and `replace`.
+    def values_of(self, message: Message[Any], delay_ms: float) -> tuple[Any, ...]:
+        """The values of `insert` for a message that is sent.
 
         Raises:
           MessageTooLarge: the encoded message has more bytes than are allowed.
@@ -104,22 +104,22 @@ class Ledger:
                 f"{self.max_message_bytes} are allowed (max_message_bytes). Store what is large, and send "
                 f"its id."
             )
-        return (
-            message.message_id,
-            message.actor_name,
-            message.queue_name,
-            attempt,
-            data,
-            delay_ms / 1_000,
-        )
+        return (*_names_of(message), 0, data, delay_ms / 1_000)
 
-    def owe(self, message: Message[Any], delay_ms: float = 0.0) -> None:
+    def owe(self, values: tuple[Any, ...]) -> None:
         """Write a message down, in the caller's transaction or in one of its own."""
-        self.database.execute_sql(self.insert, self.values_of(message, 0, delay_ms))
+        self.database.execute_sql(self.insert, values)
 
     def owe_again(self, attempt: int, message: Message[Any], delay_ms: float) -> None:
         """Write down what follows an attempt; once, however often that attempt was delivered."""
-        self.database.execute_sql(self.replace, self.values_of(message, attempt + 1, delay_ms))
+        self.database.execute_sql(
+            self.replace, (*_names_of(message), attempt + 1, message.encode(), delay_ms / 1_000)
+        )
+
+    def waits_for(self, message_id: str) -> bool:
+        """Whether a message has not left yet, as seen by the open transaction."""
+        unpublished = f"SELECT 1 FROM {self.table} WHERE message_id = %s AND published_at IS NULL"
+        return self.database.execute_sql(unpublished, (message_id,)).fetchone() is not None
 
     def owe_later(self, message: Message[Any]) -> None:
         """Write down what came with a time of its own, an ``eta`` in milliseconds (T39)."""
@@ -127,7 +127,8 @@ class Ledger:
         eta = options.pop("eta", None)
         delay_ms = eta - time() * 1_000 if type(eta) in (int, float) else 0
         queue_name = message.queue_name.removesuffix(".DQ")
-        self.owe(message._replace(options=options, queue_name=queue_name), max(0.0, delay_ms))
+        due = message._replace(options=options, queue_name=queue_name)
+        self.owe((*_names_of(due), 0, due.encode(), max(0.0, delay_ms) / 1_000))
 
     def forget(self, owed: Owed) -> None:
         """Delete the row of a message that is done, unless a later attempt took its place."""
@@ -224,6 +225,10 @@ def letter_of(
         if type(message.message_timestamp) in (int, float) and 0 <= message.message_timestamp < 1e14:
             letter["sent_at"] = psycopg2.TimestampFromTicks(message.message_timestamp / 1_000)
     return letter
+
+
+def _names_of(message: Message[Any]) -> tuple[str, str, str]:
+    return message.message_id, message.actor_name, message.queue_name
 
 
 def _as_text(value: Any) -> str:

@@ -81,23 +81,23 @@ class Relay:
         self.broker.client.brpop([f"{self.broker.namespace}:__wake__"], timeout=seconds)
 
     def publish(self) -> int:
-        """Publish rows that are due; returns how many Redis took."""
+        """Publish rows that are due; returns how many Redis took, 0 when there is nothing to do now."""
         self._full = {queue for queue in self._full if self.broker.is_full(queue)}
         rows = self.ledger.take_due(self.batch, self.overdue_s, sorted(self._full))
         self.broker.guard.outage.ends()
-        left = list(rows)
+        left, count = list(rows), 0
         try:
             for chunk in _chunks(rows):
-                self._push(chunk)
+                count += self._push(chunk)
                 del left[: len(chunk)]
         except redis.RedisError:
             self.ledger.give_back(row.owed for row in left)
             self.batch = max(1, self.batch // 2)
             raise
         self.batch = min(BATCH, 2 * self.batch)
-        return len(rows)
+        return count
 
-    def _push(self, rows: list[Row]) -> None:
+    def _push(self, rows: list[Row]) -> int:
         arguments = [part for row in rows for part in (row.queue_name, row.owed.redis_id, row.message)]
         answers = self.broker.call("publish", self.broker.redis_window, *arguments)
         self.broker.outage.ends()
@@ -115,6 +115,7 @@ class Relay:
                 )
                 self.ledger.set_aside(row.owed, answer)
         self.ledger.give_back(refused)
+        return len(rows) - len(refused)
 
     def audit(self) -> int:
         """Publish again what is on its way by the ledger and not in Redis; returns how many."""

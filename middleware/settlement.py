@@ -80,8 +80,8 @@ def _store(
             ledger.owe_again(delivery.attempt, *delivery.retry)
         if delivery.owed is not None and delivery.retry is None:
             ledger.forget(delivery.owed)
-        for message, delay_ms in delivery.sent:
-            ledger.owe(message, delay_ms)
+        for values in delivery.sent:
+            ledger.owe(values)
         if delivery.sent:
             broker.wake_after_commit()
 
