@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dramatiq.asyncio import async_to_sync
@@ -55,10 +54,9 @@ def check_actor(actor: Actor[Any, Any]) -> None:
 
 def _one_of(actor_name: str, option: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        close = get_close_matches(str(value), known, n=1, cutoff=0.4)
         raise ConfigurationError(
             f"Actor {actor_name!r}: {option} is {value!r}; it must be "
-            f"{' or '.join(repr(one) for one in known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+            f"{' or '.join(repr(one) for one in known)}."
         )
 
 

@@ -31,7 +31,7 @@ class End(Enum):
 
 
 #: What an error means while the body runs or at COMMIT. A SQLSTATE is looked up whole, then by
-#: its class (the first two characters); what is not listed is the body's own failure. 55P03 means
+#: its first three characters, then by its class (two); what is not listed is the body's own failure. 55P03 means
 #: a lock that was waited for; NOWAIT's, which comes at once, is told apart by the time it took.
 SQLSTATES: dict[str, End] = {
     "40001": End.RUN_AGAIN,  # serialization_failure

@@ -1,4 +1,4 @@
-"""The documents agree with the code: numbers, settings, links, names and the example."""
+"""The documents agree with the code: numbers, settings, links, proofs and the example."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import psycopg2
 import pytest
 from dramatiq import Message
 from dramatiq.brokers.redis import RedisBroker
-
-from middleware.ends import SQLSTATES, SQLSTATES_AT_BEGIN, End, look_up
 
 from .processes import eventually
 from .servers import PROJECT
@@ -61,6 +59,13 @@ def anchors_of(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def numbers_in(source: str, letter: str) -> set[str]:
+    """The numbers that a source cites: as T1, or in the name of a test as ``..._t1``."""
+    cited = re.findall(rf"\b{letter}([1-9]\d?)\b", source)
+    named = re.findall(rf"_{letter.lower()}([1-9]\d?)(?=[_(])", source)
+    return {f"{letter}{number}" for number in (*cited, *named)}
+
+
 @pytest.mark.parametrize(("letter", "document"), [("T", "traps.md"), ("I", "invariants.md")])
 def test_every_trap_and_invariant_that_the_code_cites_is_explained(letter: str, document: str) -> None:
     # Given the numbers that have a heading
@@ -70,27 +75,11 @@ def test_every_trap_and_invariant_that_the_code_cites_is_explained(letter: str, 
     cited = {
         (name_of(path), number)
         for path in source_files()
-        for number in re.findall(rf"\b{letter}[1-9]\d?\b", path.read_text("utf-8"))
+        for number in numbers_in(path.read_text("utf-8"), letter)
     }
 
     # Then each is among them
     assert {(path, number) for path, number in cited if number not in explained} == set()
-
-
-def test_the_table_of_sqlstates_says_what_the_code_does() -> None:
-    # Given the ends that the code looks up for each code and class
-    expected = [
-        [
-            sqlstate,
-            look_up(SQLSTATES_AT_BEGIN, sqlstate, End.WAIT).value,
-            look_up(SQLSTATES, sqlstate, End.FAIL).value,
-        ]
-        for sqlstate in sorted({*SQLSTATES, *SQLSTATES_AT_BEGIN})
-    ]
-
-    # Then the document has the same rows, and a last one for all others
-    rows = rows_of(DESIGN / "endings.md", "SQLSTATE")
-    assert rows == [*expected, ["anything else", End.WAIT.value, End.FAIL.value]]
 
 
 def test_every_setting_is_listed_with_its_default() -> None:
@@ -141,24 +130,23 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
     assert broken == []
 
 
-def test_every_test_that_a_document_names_exists() -> None:
-    # Given the names of all tests
-    tests = {
-        (path.stem, name)
-        for path in (PROJECT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
-    }
-
-    # When the documents name some, each behind a link to its file
+def test_every_test_file_that_is_named_as_a_proof_cites_its_invariant() -> None:
+    # Given the sections of the document, and the test files that each names
+    _, *sections = re.split(r"^## ", (DESIGN / "invariants.md").read_text("utf-8"), flags=re.MULTILINE)
     named = {
-        (file, name)
-        for document in DOCUMENTS
-        for file, names in re.findall(r"\[(test_\w+)\.py\]\([^)]+\):? ([^\[]*)", document.read_text("utf-8"))
-        for name in re.findall(r"`(test_\w+)`", names)
+        (section.partition(" ")[0], file)
+        for section in sections
+        for file in re.findall(r"\[(test_\w+\.py)\]", section)
     }
 
-    # Then they are among them
-    assert named - tests == set()
+    # Then each invariant has one, and each of the files cites the number
+    assert {number for number, _ in named} == {section.partition(" ")[0] for section in sections}
+    missing = {
+        (number, file)
+        for number, file in named
+        if number not in numbers_in((PROJECT / "tests" / file).read_text("utf-8"), "I")
+    }
+    assert missing == set()
 
 
 def test_every_command_of_the_readme_is_a_target_of_the_makefile() -> None:
