@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from typing import Any
@@ -21,6 +22,10 @@ from .connection import GuardedConnection, GuardedCursor
 from .errors import ConfigurationError
 from .inbox import Claim, KeyTaken, Limits, Stage
 from .transaction import GuardedTransaction, translated_errors
+
+
+#: How often PostgreSQL looks whether the client of a long statement is still there.
+CHECK_CLIENT_MS = 2_000
 
 
 class Database(peewee.PostgresqlDatabase):
@@ -117,8 +122,14 @@ class Database(peewee.PostgresqlDatabase):
         return connection
 
     def _initialize_connection(self, conn: GuardedConnection) -> None:
-        if not self.pgbouncer:
-            conn.cursor().execute(self._set_limits("SET", self.limits, lock=True))
+        if self.pgbouncer:
+            return
+        cursor = conn.cursor()
+        cursor.execute(self._set_limits("SET", self.limits, lock=True))
+        # T6: else a statement goes on, and keeps the key, long after its worker was killed. Servers
+        # that are older, or cannot look at a socket while they work, refuse it.
+        with suppress(psycopg2.Error):
+            cursor.execute(f"SET client_connection_check_interval = {CHECK_CLIENT_MS}")
 
     def _set_limits(self, command: str, limits: Limits, *, lock: bool) -> str:
         """The statements that set limits, for a session (SET) or a transaction (SET LOCAL)."""
