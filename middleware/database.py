@@ -23,7 +23,6 @@ from .errors import ConfigurationError
 from .inbox import Claim, KeyTaken, Limits, Stage
 from .transaction import GuardedTransaction, translated_errors
 
-
 #: How often PostgreSQL looks whether the client of a long statement is still there.
 CHECK_CLIENT_MS = 2_000
 

@@ -30,9 +30,9 @@ class End(Enum):
     WAIT = "waits until there is one"
 
 
-#: What an error means while the body runs or at COMMIT. A SQLSTATE is looked up whole, then by
-#: its first three characters, then by its class (two); what is not listed is the body's own failure. 55P03 means
-#: a lock that was waited for; NOWAIT's, which comes at once, is told apart by the time it took.
+#: What an error means while the body runs or at COMMIT. A SQLSTATE is looked up whole, then by its
+#: first three characters, then by its class (two); what is not listed is the body's own failure.
+#: 55P03 means a lock that was waited for; NOWAIT's, which comes at once, is told by its time.
 SQLSTATES: dict[str, End] = {
     "40001": End.RUN_AGAIN,  # serialization_failure
     "40P01": End.RUN_AGAIN,  # deadlock_detected

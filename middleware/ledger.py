@@ -13,7 +13,7 @@ from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg2
-from dramatiq import Message
+from dramatiq import Message  # noqa: TC002 - used at run time
 
 from .delivery import Owed
 from .errors import ConfigurationError, MessageTooLarge
