@@ -25,13 +25,13 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except InterruptedBySignal as error:
+            click.echo(f"Ended by {error}.", err=True)
             ctx.exit(error.exit_code)
         except (EnvError, OnetakeError, ServerError) as error:
             raise click.ClickException(str(error)) from error
         except (peewee.DatabaseError, psycopg2.Error) as error:
             raise click.ClickException(
-                f"PostgreSQL says: {str(error).strip()}\n"
-                "Is its server running, and is DATABASE_URL right?"
+                f"PostgreSQL says: {str(error).strip()}\nIs its server running, and is DATABASE_URL right?"
             ) from error
         except redis.RedisError as error:
             raise click.ClickException(

@@ -7,13 +7,15 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from .folder import Folder, ServerError
 from .guard import Guard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
 
 #: How a server is stopped: `fast` ends it in good order, `immediate` as a crash would.
 Mode = Literal["fast", "immediate"]
@@ -122,9 +124,7 @@ class Server(ABC):
     def _attempt(self, deadline: float) -> bool:
         command = self.prepare()
         with self.log.open("wb") as log:
-            self._process = self.spawn(
-                command, stdout=log, stderr=log, pass_fds=self.folder.inherited
-            )
+            self._process = self.spawn(command, stdout=log, stderr=log, pass_fds=self.folder.inherited)
         self._guard = Guard(self._process.pid, self.signals["fast"], **self.folder.account)
         while monotonic() < deadline:
             if self.answers():
