@@ -119,10 +119,11 @@ class DurableRedisBroker(RedisBroker):
         """
         if not isinstance(message, Delivery) or message.running:
             return super().enqueue(message, delay=delay)
-        # Not settled before the retry is safe: if Redis is away the delivery is given back (T9).
-        message.given_back = True
-        retry: Message[Any] = super().enqueue(message.as_it_came(), delay=delay)
-        message.given_back = False
+        try:
+            retry: Message[Any] = super().enqueue(message.as_it_came(), delay=delay)
+        except ConnectionClosed:
+            message.given_back = True  # T9
+            raise
         message.settled = True
         return retry
 

@@ -84,7 +84,7 @@ class GuardedTransaction(peewee._transaction):
     def _commit(self) -> None:
         connection = self._connection
         connection.claim = None
-        self.db.pop_transaction()
+        self.db._state.transactions.clear()  # and with it what the body left open inside
         self.claim.stage = Stage.COMMITTING
         with translated_errors:
             cursor = connection.cursor()
