@@ -26,6 +26,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except InterruptedBySignal as error:
+            click.echo(f"Ended by {error}.", err=True)
             ctx.exit(error.exit_code)
         except (EnvError, OnetakeError, ServerError) as error:
             raise click.ClickException(str(error)) from error

@@ -29,7 +29,7 @@ if _file and not _env.read_env(_file, recurse=False) and "ONETAKE_ENV_FILE" in o
 
 def _number(name: str, default: int, lowest: int, highest: int) -> int:
     text = _env.str(name, str(default)).strip()
-    if not re.fullmatch(r"\d{1,18}", text) or not lowest <= int(text) <= highest:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not lowest <= int(text) <= highest:
         raise EnvError(
             f"{name} is {text!r}; it must be a whole number "
             f"from {lowest} to {highest}, for example {default}."
@@ -60,7 +60,7 @@ def _url(name: str, schemes: tuple[str, ...], example: str) -> str | None:
     """None where the variable is absent or empty: importing works, the first connection raises."""
     text = _env.str(name, "").strip()
     if text and not text.startswith(tuple(f"{scheme}://" for scheme in schemes)):
-        shown = text[: text.find(":")][:20]  # what follows may hold a password
+        shown = text.partition(":")[0][:20]  # what follows may hold a password
         raise EnvError(
             f"{name} is '{shown}...'; it must be a URL that starts with "
             f"{' or '.join(f'{scheme}://' for scheme in schemes)}, for example {example}"

@@ -28,6 +28,7 @@ QUEUE = f"{NAMESPACE}:default"
 
 #: The window that is measured, as shares of the messages: booting and running dry do not count.
 WINDOW = (0.25, 0.95)
+CORES = psutil.cpu_count() or 1
 #: How long a run may take before it is given up, in seconds.
 RUN_DEADLINE_S = 120
 
@@ -50,12 +51,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured: messages per second, and CPU microseconds per message of each part."""
+    """What was measured: messages per second, and CPU microseconds per message of each part.
+
+    elsewhere: the share of the machine's CPU that went to anything else meanwhile, 0 to 1.
+    """
 
     rate: float
     workers_us: float
     postgresql_us: float
     valkey_us: float
+    elsewhere: float
 
     @property
     def cpu_us(self) -> float:
@@ -123,8 +128,10 @@ class Bench:
                 marks.append(self._spent(contender, master))
             self._wait_until_left(0, master, log)
         self._check(contender, messages)
-        keys, *parts = (end - start for start, end in zip(*marks, strict=True))
-        return Run(self._rate(contender), *(part / keys * 1e6 for part in parts))
+        wall_s, busy_s, keys, *parts_s = (end - start for start, end in zip(*marks, strict=True))
+        elsewhere = max(0.0, busy_s - sum(parts_s)) / (wall_s * CORES)
+        workers_us, postgresql_us, valkey_us = (part_s / keys * 1e6 for part_s in parts_s)
+        return Run(self._rate(contender), workers_us, postgresql_us, valkey_us, elsewhere)
 
     def _prepare(self, contender: Contender) -> None:
         self.redis.flushdb()
@@ -163,8 +170,11 @@ class Bench:
             time.sleep(0.02)  # one HLEN each 20 ms is nothing beside the work
 
     def _spent(self, contender: Contender, master: psutil.Process) -> tuple[float, ...]:
-        """Messages done, and the CPU seconds of workers, PostgreSQL and Valkey, at this moment."""
-        return self._keys(contender), cpu_s(master), cpu_s(self.postgresql), cpu_s(self.valkey)
+        """The time, the machine's busy seconds, messages done, and each part's CPU seconds."""
+        machine = psutil.cpu_times()
+        busy_s = machine.user + machine.nice + machine.system
+        parts_s = (cpu_s(master), cpu_s(self.postgresql), cpu_s(self.valkey))
+        return time.monotonic(), busy_s, self._keys(contender), *parts_s
 
     def _keys(self, contender: Contender) -> int:
         return int(self._value(f"SELECT count(*) FROM {contender.key_table}"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import settings
 from embedded import Folder, PostgreSQL, Server, Valkey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @contextmanager

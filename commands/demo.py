@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from dramatiq import Message
 from peewee import fn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,6 +25,11 @@ from .demo_workers import DemoWorkers
 from .interruption import Interruption
 from .own_place import own_place
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dramatiq import Message
+
 ORDERS = 300
 COPIES = 3
 DELIVERIES = ORDERS * COPIES
@@ -34,8 +37,8 @@ DUPLICATES = DELIVERIES - ORDERS
 
 #: Every second order's copies come at the same moment, those of the others this many apart.
 APART = 60
-#: One worker is killed after this many deliveries were sent, and comes back after that many.
-KILL_AFTER, BACK_AFTER = DELIVERIES // 3, DELIVERIES // 2
+#: One worker is killed after this many deliveries were sent, and is away for that many.
+KILL_AFTER, AWAY = DELIVERIES // 3, DELIVERIES // 6
 
 TIME_LIMIT_S = 50
 
@@ -57,6 +60,7 @@ class Outcome:
         """Whether each message took effect once and every other delivery of it was answered."""
         return (
             self.orders == self.effects == ORDERS
+            and self.in_hand_when_killed > 0
             and self.duplicates >= DUPLICATES
             and self.stock_found == self.stock_expected
         )
@@ -129,20 +133,23 @@ def _deliver(workers: DemoWorkers, interruption: Interruption, progress: Progres
     workers.start("gevent")
     deadline = monotonic() + TIME_LIMIT_S
     (task,) = progress.task_ids
-    in_hand = 0
+    in_hand = back_after = 0
     for sent, message in enumerate(_messages(), 1):
         interruption.check()
         broker.enqueue(message)
         progress.update(task, completed=sent - workers.unfinished(), description="delivering")
-        if sent == KILL_AFTER:
+        if sent >= KILL_AFTER and not in_hand:
             in_hand = workers.kill_in_mid_work("threads")
-        if sent == BACK_AFTER:
+            back_after = sent + AWAY
+        if sent == back_after:
             workers.start("threads")
+    if not workers.is_running("threads"):  # it was killed late
+        workers.start("threads")
     while (unfinished := workers.unfinished()) and monotonic() < deadline:
         progress.update(
             task,
             completed=DELIVERIES - unfinished,
-            description="the killed worker's messages are handed out again",
+            description="recovering the killed worker's messages",
         )
         workers.check()
         interruption.pause(0.1)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Literal
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from . import configuration
-from .interruption import Interruption
 from .process import ProcessGroup
 
+if TYPE_CHECKING:
+    from .interruption import Interruption
+
 Kind = Literal["threads", "gevent"]
+
+STOP_LIMIT_S = 5
 
 #: Both stand beside the Python that runs this.
 PROGRAMS: dict[Kind, str] = {"threads": "dramatiq", "gevent": "dramatiq-gevent"}
@@ -45,21 +50,23 @@ class DemoWorkers:
             self._interruption.pause(0.05)
 
     def kill_in_mid_work(self, kind: Kind) -> int:
-        """Send SIGKILL to one that has deliveries in hand; returns how many it had.
+        """Send SIGKILL to one if it has deliveries in hand; returns how many it had.
 
-        It is stopped for the look: if it happened to rest at that moment it goes on.
+        It is stopped for the look. If it happens to rest at that moment it goes on.
         """
         group = self._groups[kind]
-        while True:
-            group.signal(signal.SIGSTOP)
-            in_hand = self._count(f"started:{group.pid}") - self._count(f"ended:{group.pid}")
-            if in_hand > 0:
-                group.kill()
-                del self._groups[kind]
-                return in_hand
+        group.signal(signal.SIGSTOP)
+        in_hand = self._count(f"started:{group.pid}") - self._count(f"ended:{group.pid}")
+        if in_hand > 0:
+            group.kill()
+            del self._groups[kind]
+        else:
             group.signal(signal.SIGCONT)
-            self.check()
-            self._interruption.pause(0.005)
+        return in_hand
+
+    def is_running(self, kind: Kind) -> bool:
+        """Whether one was started and not killed since."""
+        return kind in self._groups
 
     def check(self) -> None:
         """Go on, if none has ended by itself.
@@ -87,21 +94,30 @@ class DemoWorkers:
 
     def deliveries(self) -> int:
         """How many deliveries have begun."""
-        from .demo_actors import COUNTS, broker
+        from actors import broker
 
-        counts = broker.client.hgetall(COUNTS).items()
-        return sum(int(count) for name, count in counts if name.startswith(b"started:"))
+        from .demo_actors import COUNTS
+
+        counts: Any = broker.client.hgetall(COUNTS)
+        return sum(int(count) for name, count in counts.items() if name.startswith(b"started:"))
 
     def duplicates(self) -> int:
         """How many duplicates were answered."""
         return self._count("duplicates")
 
     def _count(self, name: str) -> int:
-        from .demo_actors import COUNTS, broker
+        from actors import broker
+
+        from .demo_actors import COUNTS
 
         return int(broker.client.hget(COUNTS, name) or 0)
 
     def close(self) -> None:
-        """End both at once; what they have in hand is safe."""
+        """End both, in good order if they manage that soon."""
+        for group in self._groups.values():
+            group.terminate()
+        deadline = monotonic() + STOP_LIMIT_S
+        while any(group.is_running for group in self._groups.values()) and monotonic() < deadline:
+            sleep(0.05)
         for group in self._groups.values():
             group.kill()

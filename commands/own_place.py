@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import psycopg2
@@ -12,6 +12,9 @@ import redis
 from psycopg2 import sql
 
 import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from select import select
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from honcho.colour import get_colours
 from honcho.environ import parse_procfile
@@ -25,6 +25,9 @@ from embedded import Server, kept_folder
 from . import configuration
 from .interruption import Interruption
 from .process import PROJECT, ProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 #: The pause before a process is started again doubles each time that it lived for less than this.
 SHORT_LIFE_S = 10
@@ -188,7 +191,7 @@ def up() -> None:
         database.close()
         supervisor = Supervisor(procfile.processes, servers, interruption)
         for server in servers:
-            supervisor.say("up", f"{server.name} is at {server.url}")
+            supervisor.say("up", f"{server.name} is at {server.url}, its data in {server.home}")
         supervisor.say("up", f"http://127.0.0.1:{settings.PORT} is the application; Ctrl-C stops it")
         supervisor.run()
         interruption.check()

@@ -9,13 +9,15 @@ import pwd
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Open to every account, and on a disk.
 OPEN_FOLDER = Path("/var/tmp")  # noqa: S108
@@ -107,7 +109,7 @@ def kept_folder(project: Path) -> Iterator[Folder]:
     project's path.
 
     Raises:
-      ServerError: another process has the folder, or it is somebody else's.
+      ServerError: another process has the folder, it is somebody else's, or it cannot be made.
     """
     account = _account()
     project = project.resolve()
@@ -115,7 +117,13 @@ def kept_folder(project: Path) -> Iterator[Folder]:
     if not _may_pass(account, project):
         digest = hashlib.sha256(os.fsencode(project)).hexdigest()
         path = OPEN_FOLDER / f"onetake-{digest[:16]}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ServerError(
+            f"The folder for the servers cannot be made: {error}. "
+            f"Make the project writable, or set DATABASE_URL and REDIS_URL."
+        ) from error
     # Anybody may have put a folder or a link of this name into /var/tmp.
     if path.is_symlink() or path.stat().st_uid != os.geteuid():
         raise ServerError(f"{path} belongs to another user; remove it or set DATABASE_URL.")
@@ -149,7 +157,7 @@ def _may_run(account: dict[str, Any], program: Path) -> bool:
 
 
 def _may_pass(account: dict[str, Any], folder: Path) -> bool:
-    command = ["/bin/sh", "-c", 'test -x "$1"', "sh", folder]
+    command = ["/bin/sh", "-c", 'test -x "$1"', "sh", str(folder)]
     return subprocess.run(command, check=False, cwd="/", **account).returncode == 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import signal
 
 #: The pipe on standard input closes when its other end is in nobody's hands any more.
 SCRIPT = 'read _; kill -s "$1" -- "$2"'

@@ -86,7 +86,7 @@ class PostgreSQL(Server):
         made = self.data.with_suffix(".new")
         if made.exists():
             shutil.rmtree(made)  # of an initdb that was interrupted
-        command = [
+        command: list[str | Path] = [
             initdb,
             "-D",
             made,

@@ -7,13 +7,15 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from .folder import Folder, ServerError
 from .guard import Guard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
 
 #: How a server is stopped: `fast` ends it in good order, `immediate` as a crash would.
 Mode = Literal["fast", "immediate"]

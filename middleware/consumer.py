@@ -220,6 +220,10 @@ class DurableConsumer(Consumer):
             redis_id, raw, message, error = self.diverted[0]
             try:
                 ledger.divert(Owed.of(redis_id), raw, self.queue_name, message, error)
+            except (peewee.DataError, ValueError, OverflowError) as unfit:  # T13: the message's fault
+                self.diverted[0] = (redis_id, raw, None, error or unfit)
+                ledger.database.discard()
+                continue
             except (peewee.PeeweeException, psycopg2.Error) as absent:
                 self.broker.guard.outage.begins(absent)
                 ledger.database.discard()

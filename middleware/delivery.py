@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from typing import Any, NamedTuple
 
 from dramatiq import Message
 from dramatiq.broker import MessageProxy
+
+_owed = re.compile(r"owed-(\d{1,9})-(\d{1,9})-(.*)", re.DOTALL).fullmatch
 
 
 class Owed(NamedTuple):
@@ -25,10 +28,11 @@ class Owed(NamedTuple):
     @classmethod
     def of(cls, redis_id: str) -> Owed | None:
         """The row that a message in Redis came from, None if it came from no row."""
-        if not redis_id.startswith("owed-"):
+        found = _owed(redis_id)
+        if found is None:
             return None
-        _, attempt, size, names = redis_id.split("-", 3)
-        return cls(names[int(size) :], names[: int(size)], int(attempt))
+        size, names = int(found[2]), found[3]
+        return cls(names[size:], names[:size], int(found[1]))
 
 
 class Delivery(MessageProxy):

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import traceback
-from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg2
 from dramatiq import Message  # noqa: TC002 - used at run time
 
+from . import payload
 from .delivery import Owed
 from .errors import ConfigurationError, MessageTooLarge
 from .inbox import table_of
-from .tables import OUTBOX_INDEXES, OWED_CONSTRAINT, DeadLetter, OutboxMessage
+from .tables import DEAD_LETTER_INDEXES, OUTBOX_INDEXES, OWED_CONSTRAINT, DeadLetter, OutboxMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,6 +59,9 @@ class Ledger:
         insert = f"INSERT INTO {table} AS owed ({columns}) VALUES ({values}) ON CONFLICT"
         on_key = f'ON CONSTRAINT "{OWED_CONSTRAINT}"'
         self.insert = f"{insert} {on_key} DO NOTHING"
+        self.insert_at = self.insert.replace(
+            "clock_timestamp() + make_interval(secs => %s)", "greatest(clock_timestamp(), to_timestamp(%s))"
+        )
         self.replace = (
             f"{insert} {on_key} DO UPDATE SET attempt = excluded.attempt, message = excluded.message, "
             f"due_at = excluded.due_at, published_at = NULL, refused = NULL "
@@ -91,19 +94,28 @@ class Ledger:
 
     # What is owed
 
+    def check_size(self, message_id: str, data: bytes) -> None:
+        """A message of at most `max_message_bytes` passes.
+
+        Raises:
+          MessageTooLarge: says what to do instead.
+        """
+        if len(data) > self.max_message_bytes:
+            raise MessageTooLarge(
+                f"Message {message_id!r} has {len(data)} bytes; {self.max_message_bytes} are allowed "
+                f"(max_message_bytes). Store what is large, and send its id."
+            )
+
     def values_of(self, message: Message[Any], delay_ms: float) -> tuple[Any, ...]:
         """The values of `insert` for a message that is sent.
 
         Raises:
           MessageTooLarge: the encoded message has more bytes than are allowed.
+          InvalidKey: its id cannot be stored.
         """
+        payload.valid_key(message.message_id, "The message id", f"a message of actor {message.actor_name!r}")
         data = message.encode()
-        if len(data) > self.max_message_bytes:
-            raise MessageTooLarge(
-                f"Message {message.message_id!r} of actor {message.actor_name!r} has {len(data)} bytes; "
-                f"{self.max_message_bytes} are allowed (max_message_bytes). Store what is large, and send "
-                f"its id."
-            )
+        self.check_size(message.message_id, data)
         return (*_names_of(message), 0, data, delay_ms / 1_000)
 
     def owe(self, values: tuple[Any, ...]) -> None:
@@ -117,18 +129,20 @@ class Ledger:
         )
 
     def waits_for(self, message_id: str) -> bool:
-        """Whether a message has not left yet, as seen by the open transaction."""
-        unpublished = f"SELECT 1 FROM {self.table} WHERE message_id = %s AND published_at IS NULL"
-        return self.database.execute_sql(unpublished, (message_id,)).fetchone() is not None
+        """Whether a message, or what comes before it in its pipeline, leaves with the open transaction."""
+        # Since when the transaction is open; a later step of a pipeline stands in the first.
+        own = "published_at IS NULL AND refused IS NULL AND due_at >= now() AND sent_at >= now()"
+        text = f"SELECT 1 FROM {self.table} WHERE {own} AND position(%s::bytea IN message) > 0"
+        return self.database.execute_sql(text, (message_id.encode(),)).fetchone() is not None
 
     def owe_later(self, message: Message[Any]) -> None:
-        """Write down what came with a time of its own, an ``eta`` in milliseconds (T39)."""
+        """Write down what came with an ``eta``: milliseconds by the sender's clock (T39)."""
         options = dict(message.options)
         eta = options.pop("eta", None)
-        delay_ms = eta - time() * 1_000 if type(eta) in (int, float) else 0
+        eta_s = eta / 1_000 if type(eta) in (int, float) else 0.0
         queue_name = message.queue_name.removesuffix(".DQ")
         due = message._replace(options=options, queue_name=queue_name)
-        self.owe((*_names_of(due), 0, due.encode(), max(0.0, delay_ms) / 1_000))
+        self.database.execute_sql(self.insert_at, (*_names_of(due), 0, due.encode(), eta_s))
 
     def forget(self, owed: Owed) -> None:
         """Delete the row of a message that is done, unless a later attempt took its place."""
@@ -255,10 +269,10 @@ def _model(models: list[type[peewee.Model]], kind: type[Any]) -> type[Any]:
     )
 
 
-def index_statements(model: type[peewee.Model]) -> list[str]:
-    """The statements that make the partial indexes of an outbox table where they are missing."""
-    name = model._meta.table_name
+def index_statements(ledger: Ledger) -> list[str]:
+    """The statements that make the ledger's indexes where they are missing."""
     return [
-        f'CREATE INDEX IF NOT EXISTS "{name}_{short}" ON {table_of(model)} {definition}'
-        for short, definition in OUTBOX_INDEXES.items()
+        f'CREATE INDEX IF NOT EXISTS "{model._meta.table_name}_{short}" ON {table_of(model)} {definition}'
+        for model, indexes in ((ledger.outbox, OUTBOX_INDEXES), (ledger.dead_letters, DEAD_LETTER_INDEXES))
+        for short, definition in indexes.items()
     ]

@@ -21,6 +21,9 @@ DIGEST_VERSION = 1
 #: Two keys of this size still fit a B-tree row of 2,704 bytes (T13).
 MAX_KEY_BYTES = 512
 
+#: The last millisecond of year 9999, in which PostgreSQL still computes.
+LATEST_MS = 253_402_300_799_999
+
 _encode_sorted = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _encode_result = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 _escaped_nul = re.compile(r"(?<!\\)(?:\\\\)*\\u0000").search
@@ -166,12 +169,20 @@ def check_fields(message: Message[Any]) -> None:
         if not isinstance(getattr(message, name), types):
             wrong = type(getattr(message, name)).__name__
             raise InvalidMessage(f"{name} is of type {wrong}; it must be {types[0].__name__}.")
+    for name in ("message_id", "actor_name", "queue_name"):
+        try:
+            valid_key(getattr(message, name), name, "the message")
+        except InvalidKey as error:
+            raise InvalidMessage(str(error)) from None
     for name in _NUMBERS:
         value = message.options.get(name, 0)
         if value is None and name != "retries":
             continue
         if type(value) not in (int, float) or value < 0:
             raise InvalidMessage(f"Option {name} is {value!r}; it must be a number of at least 0.")
+    eta: Any = message.options.get("eta")
+    if type(eta) in (int, float) and not 0 <= eta <= LATEST_MS:
+        raise InvalidMessage(f"Option eta is {eta!r}; it must be milliseconds since 1970, before year 10000.")
     throws = message.options.get("throws") or ()
     if not all(isinstance(one, type) for one in (throws if isinstance(throws, tuple) else (throws,))):
         raise InvalidMessage(f"Option throws is {throws!r}; it must be an exception class or several.")

@@ -74,11 +74,11 @@ def _store(
 ) -> None:
     """Everything that ends a delivery, in one transaction."""
     with ledger.database.atomic():
-        if delivery.failed:
-            _bury(broker, ledger, guard, delivery)
-        elif delivery.retry is not None:
+        if delivery.failed and not _bury(broker, ledger, guard, delivery):
+            delivery.sent.clear()  # the work is done, so nothing that mourns it leaves
+        if not delivery.failed and delivery.retry is not None:
             ledger.owe_again(delivery.attempt, *delivery.retry)
-        if delivery.owed is not None and delivery.retry is None:
+        if delivery.owed is not None and (delivery.failed or delivery.retry is None):
             ledger.forget(delivery.owed)
         for values in delivery.sent:
             ledger.owe(values)
@@ -91,7 +91,8 @@ def _bury(
     ledger: Ledger,
     guard: IdempotentConsumer,
     delivery: Delivery,
-) -> None:
+) -> bool:
+    """Write the dead letter; not where another delivery has done the work meanwhile."""
     error = delivery._exception
     actor = broker.actors.get(delivery.actor_name)
     consumer = actor.fn if actor is not None and isinstance(actor.fn, Performer) else None
@@ -99,7 +100,7 @@ def _bury(
     if consumer is not None and consumer.guarded and not exempt:
         claim = _claim_of(guard, consumer, delivery)
         if claim is not None and guard.inbox.is_taken(claim):
-            return  # another delivery has done the work: there is nothing to mourn
+            return False
     letter = letter_of(
         delivery.raw,
         delivery.queue_name,
@@ -111,6 +112,7 @@ def _bury(
         attempts=int(Message.decode(delivery.raw).options.get("retries", 0)) + 1,
     )
     ledger.bury(letter)
+    return True
 
 
 def _claim_of(guard: IdempotentConsumer, consumer: Performer, delivery: Delivery) -> Claim | None:

@@ -27,6 +27,8 @@ OUTBOX_INDEXES = {
     "due": "(due_at) WHERE published_at IS NULL AND refused IS NULL",
     "published": "(published_at) WHERE published_at IS NOT NULL",
 }
+#: By hash: what is no valid message id may be of any size (T13).
+DEAD_LETTER_INDEXES = {"message_id": "USING hash (message_id)"}
 
 
 class TimestampTZField(peewee.Field):
@@ -134,7 +136,7 @@ class DeadLetter(peewee.Model):
     """
 
     id = peewee.BigAutoField()
-    message_id = peewee.TextField(null=True, index=True)
+    message_id = peewee.TextField(null=True)
     consumer_name = peewee.TextField(null=True)
     actor_name = peewee.TextField(null=True)
     queue_name = peewee.TextField()

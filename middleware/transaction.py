@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: Turns psycopg2's errors into peewee's.
 translated_errors: Any = vars(peewee)["__exception_wrapper__"]
 
+#: What peewee's `manual_commit` opens.
+manual_transaction: Any = vars(peewee)["_manual"]
+
 #: psycopg2's connection.closed: 1 after close(), 2 when the connection was lost.
 _LOST = 2
 
@@ -84,7 +87,7 @@ class GuardedTransaction(peewee._transaction):
     def _commit(self) -> None:
         connection = self._connection
         connection.claim = None
-        self.db.pop_transaction()
+        self.db._state.transactions.clear()  # and with it what the body left open inside
         self.claim.stage = Stage.COMMITTING
         with translated_errors:
             cursor = connection.cursor()

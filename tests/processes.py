@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import psutil
 
 from .servers import PROJECT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 Kind = Literal["threads", "gevent"]
 T = TypeVar("T")
@@ -109,10 +112,8 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the whole group with SIGKILL, as the machine's failure would, and reap it."""
-        try:
+        with suppress(ProcessLookupError):  # it has ended already
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the group has ended already
         self._process.wait()
 
 

@@ -17,12 +17,13 @@ REPOSITORY = Path(__file__).parent.parent
 #: What each part may import of this repository, besides itself.
 ALLOWED = {
     "middleware": set[str](),
-    "settings": set[str](),
-    "embedded": {"settings"},
+    "settings": {"middleware"},
+    "embedded": set[str](),
     "models": {"settings", "middleware"},
     "actors": {"settings", "middleware", "models"},
     "web": {"settings", "middleware", "models", "actors"},
-    "manage": {"settings", "middleware", "models", "actors", "web", "embedded", "demo"},
+    "commands": {"settings", "middleware", "models", "actors", "embedded"},
+    "manage": {"settings", "middleware", "models", "actors", "embedded", "commands"},
 }
 
 #: What the middleware may import of other people's. It is built as a wheel that depends on nothing

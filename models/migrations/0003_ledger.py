@@ -52,7 +52,7 @@ def up(_migrator: object, db: Database) -> None:
             died_at        timestamptz NOT NULL DEFAULT clock_timestamp()
         )
     """)
-    db.execute_sql("CREATE INDEX dead_letters_message_id ON dead_letters (message_id)")
+    db.execute_sql("CREATE INDEX dead_letters_message_id ON dead_letters USING hash (message_id)")
     db.execute_sql("""
         ALTER TABLE orders
             DROP CONSTRAINT orders_state_known,
