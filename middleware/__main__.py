@@ -90,8 +90,7 @@ def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
     stopping = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    runner = Relay(broker, ledger)
-    runner.run(stopping.is_set, runner.wait_for_wake)
+    Relay(broker, ledger).run(stopping)
 
 
 def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:

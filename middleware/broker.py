@@ -189,10 +189,11 @@ class DurableRedisBroker(RedisBroker):
             raise ConfigurationError(
                 "outbox=False sends at once, so it goes with no delay: drop one of the two."
             )
-        if self.ledger is None or at_once:
+        if self.ledger is None:
             return super().enqueue(message, delay=delay)
         waits = delay is not None or self.always or self.ledger.database.in_transaction()
-        if not waits and current.failed is None:
+        if at_once or not (waits or current.failed):
+            self.ledger.check_size(message)
             return super().enqueue(message)
         self.emit_before("enqueue", message, delay)
         values = self.ledger.values_of(message, delay or 0)
@@ -293,8 +294,6 @@ class DurableRedisBroker(RedisBroker):
         return bool(size > 0.9 * self.redis_window)
 
     def do_enqueue(self, queue_name: str, redis_id: str, data: bytes) -> None:
-        if self.ledger is not None:
-            self.ledger.check_size(redis_id, data)
         self._do("enqueue", queue_name, redis_id, data)
 
     def do_purge(self, queue_name: str) -> None:

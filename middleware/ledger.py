@@ -94,17 +94,20 @@ class Ledger:
 
     # What is owed
 
-    def check_size(self, message_id: str, data: bytes) -> None:
-        """A message of at most `max_message_bytes` passes.
+    def check_size(self, message: Message[Any]) -> bytes:
+        """A message of at most `max_message_bytes` passes, and is returned encoded.
 
         Raises:
           MessageTooLarge: says what to do instead.
         """
+        data = message.encode()
         if len(data) > self.max_message_bytes:
             raise MessageTooLarge(
-                f"Message {message_id!r} has {len(data)} bytes; {self.max_message_bytes} are allowed "
-                f"(max_message_bytes). Store what is large, and send its id."
+                f"Message {message.message_id!r} of actor {message.actor_name!r} has {len(data)} bytes; "
+                f"{self.max_message_bytes} are allowed (max_message_bytes). Store what is large, and send "
+                f"its id."
             )
+        return data
 
     def values_of(self, message: Message[Any], delay_ms: float) -> tuple[Any, ...]:
         """The values of `insert` for a message that is sent.
@@ -114,9 +117,7 @@ class Ledger:
           InvalidKey: its id cannot be stored.
         """
         payload.valid_key(message.message_id, "The message id", f"a message of actor {message.actor_name!r}")
-        data = message.encode()
-        self.check_size(message.message_id, data)
-        return (*_names_of(message), 0, data, delay_ms / 1_000)
+        return (*_names_of(message), 0, self.check_size(message), delay_ms / 1_000)
 
     def owe(self, values: tuple[Any, ...]) -> None:
         """Write a message down, in the caller's transaction or in one of its own."""

@@ -55,7 +55,7 @@ class Life(Middleware):
         if broker.ledger is not None:
             # Without a relay everything still moves, a second later.
             relay = Relay(broker, broker.ledger, overdue_s=1.0)
-            self._start("onetake-relay", relay.run, self._over.is_set, self._over.wait)
+            self._start("onetake-relay", relay.run, self._over)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         thread = Thread(target=target, args=arguments, name=name, daemon=True)

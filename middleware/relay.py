@@ -16,7 +16,8 @@ import psycopg2
 import redis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from threading import Event
 
     from .broker import DurableRedisBroker
     from .ledger import Ledger, Row
@@ -53,32 +54,31 @@ class Relay:
         self._full: set[str] = set()
         self._audited_s = 0.0
 
-    def run(self, stopped: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        """Publish and audit until `stopped`; `wait` sleeps for at most so many seconds."""
-        while not stopped():
+    def run(self, stopping: Event) -> None:
+        """Publish and audit until `stopping` is set; what was begun is finished."""
+        while not stopping.is_set():
             try:
                 count = self.publish()
                 if monotonic() >= self._audited_s + AUDIT_S:
                     self.audit()
                     self._audited_s = monotonic()
                 if not count:
-                    wait(POLL_S)
+                    self._rest(stopping)
             except redis.RedisError as error:
                 self.broker.outage.begins(error)
-                wait(AWAY_S)
+                stopping.wait(AWAY_S)
             except (peewee.PeeweeException, psycopg2.Error) as error:
                 self.broker.guard.outage.begins(error)
                 self.ledger.database.discard()
-                wait(AWAY_S)
+                stopping.wait(AWAY_S)
         self.ledger.database.discard()
 
-    def wait_for_wake(self, seconds: float) -> None:
-        """Sleep until a sender says that something is due, or the time is over.
-
-        Raises:
-          redis.RedisError: Redis is away.
-        """
-        self.broker.client.brpop([f"{self.broker.namespace}:__wake__"], timeout=seconds)
+    def _rest(self, stopping: Event) -> None:
+        """Until a sender says that something is due, or it is time to look; a worker only looks."""
+        if self.overdue_s:
+            stopping.wait(POLL_S)
+        else:
+            self.broker.client.brpop([f"{self.broker.namespace}:__wake__"], timeout=POLL_S)
 
     def publish(self) -> int:
         """Publish rows that are due; returns how many Redis took, 0 when there is nothing to do now."""
