@@ -9,7 +9,7 @@ import pytest
 from dramatiq import Worker
 
 from actors import broker, reserve_stock
-from models import Order, OrderState, Stock, database
+from models import Order, OrderState, OutboxMessage, ProcessedMessage, Stock, database
 
 from .processes import eventually
 
@@ -36,15 +36,20 @@ def place(quantity: int) -> Order:
 
 
 def decided(order: Order) -> Order:
-    """Wait until the order is no longer placed, and read it again."""
+    """Wait until the customer can be told whether it comes, and read the order again."""
 
     def look() -> Order | None:
         read: Order = Order.get_by_id(order.id)
-        return read if read.state != OrderState.PLACED else None
+        return read if read.state in (OrderState.REJECTED, OrderState.CONFIRMED) else None
 
     found = eventually(look)
     assert found is not None
     return found
+
+
+def nothing_is_left() -> bool:
+    """Whether no message is owed, waits or is delayed."""
+    return OutboxMessage.select().count() == broker.do_qsize("default") == 0
 
 
 def in_stock() -> int:
@@ -53,29 +58,29 @@ def in_stock() -> int:
     return quantity
 
 
-def test_an_order_is_reserved_and_its_pieces_are_taken_from_stock() -> None:
+def test_an_order_is_confirmed_after_its_pieces_were_taken_from_stock() -> None:
     # Given an order of two of five pieces
     order = place(quantity=2)
 
     # When its message is performed
     reserve_stock.send(order.id)
 
-    # Then it is reserved, and three pieces are left
+    # Then it is reserved, confirmed by a message of its own, and three pieces are left
     order = decided(order)
-    assert order.state == OrderState.RESERVED
-    assert order.reserved_at >= order.created_at
+    assert order.state == OrderState.CONFIRMED
+    assert order.confirmed_at >= order.reserved_at >= order.created_at
     assert in_stock() == 3
 
 
-def test_an_order_of_the_last_pieces_is_reserved() -> None:
+def test_an_order_of_the_last_pieces_is_confirmed() -> None:
     # Given an order of all five pieces
     order = place(quantity=5)
 
     # When its message is performed
     reserve_stock.send(order.id)
 
-    # Then it is reserved
-    assert decided(order).state == OrderState.RESERVED
+    # Then it is confirmed
+    assert decided(order).state == OrderState.CONFIRMED
     assert in_stock() == 0
 
 
@@ -86,12 +91,13 @@ def test_an_order_of_more_than_is_left_is_rejected_without_an_error() -> None:
     # When its message is performed
     reserve_stock.send(order.id)
 
-    # Then it is rejected, nothing was taken, and nothing waits for a retry
+    # Then it is rejected, nothing was taken, and nothing waits for a retry or sets off more
     order = decided(order)
     assert order.state == OrderState.REJECTED
     assert order.reserved_at is None
     assert in_stock() == 5
-    eventually(lambda: broker.do_qsize("default") == broker.do_qsize("default.DQ") == 0)
+    eventually(nothing_is_left)
+    assert ProcessedMessage.select().count() == 1
 
 
 def test_a_message_that_is_delivered_three_times_takes_its_pieces_once() -> None:
@@ -103,7 +109,8 @@ def test_a_message_that_is_delivered_three_times_takes_its_pieces_once() -> None
 
     # When all of them have ended
     decided(order)
-    eventually(lambda: broker.do_qsize("default") == 0)
+    eventually(nothing_is_left)
 
-    # Then the pieces were taken once
+    # Then the pieces were taken once, and one message confirmed the order
     assert in_stock() == 3
+    assert ProcessedMessage.select().count() == 2

@@ -7,9 +7,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from peewee import IntegrityError
+from peewee import IntegrityError, Model
 
-from models import Order, OrderState, Stock, database, load_sample_data
+from models import (
+    DeadLetter,
+    Order,
+    OrderState,
+    OutboxMessage,
+    ProcessedMessage,
+    Stock,
+    database,
+    load_sample_data,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +36,17 @@ def place(**columns: object) -> Order:
     """Store an order; what is not said is an ordinary one."""
     order: Order = Order.create(**{"sku": "SKU-1", "quantity": 1, "customer": "Ada", **columns})
     return order
+
+
+@pytest.mark.parametrize("model", [DeadLetter, Order, OutboxMessage, ProcessedMessage, Stock])
+def test_every_model_names_the_columns_of_its_table(model: type[Model]) -> None:
+    # Given the migrated table, when its columns are listed
+    columns = database.get_columns(model._meta.table_name)
+
+    # Then the model has the same, and knows which may be NULL
+    assert {column.name: column.null for column in columns} == {
+        field.column_name: field.null for field in model._meta.sorted_fields
+    }
 
 
 def test_the_stock_of_an_article_never_falls_below_zero() -> None:

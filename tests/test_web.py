@@ -13,7 +13,7 @@ from dramatiq import Message
 from peewee import InternalError
 
 from actors import broker
-from models import Order, OrderState, Stock, database
+from models import Order, OrderState, OutboxMessage, Stock, database
 from web import create_app
 
 from .processes import eventually
@@ -48,13 +48,19 @@ def client() -> FlaskClient:
     return app.test_client()
 
 
+def owed() -> list[Message[Any]]:
+    """The messages that are rows."""
+    rows = OutboxMessage.select(OutboxMessage.message).tuples()
+    return [Message.decode(bytes(payload)) for (payload,) in rows]
+
+
 def messages() -> list[Message[Any]]:
-    """What waits in the queue."""
+    """What is owed, and what waits in the queue already."""
     payloads: Any = broker.client.hvals(f"{broker.namespace}:default.msgs")
-    return [Message.decode(payload) for payload in payloads]
+    return owed() + [Message.decode(payload) for payload in payloads]
 
 
-def test_an_order_is_stored_and_its_message_sent(client: FlaskClient) -> None:
+def test_an_order_is_stored_together_with_its_message(client: FlaskClient) -> None:
     # When an order is placed
     answer = client.post("/orders", json=ORDER)
 
@@ -64,9 +70,15 @@ def test_an_order_is_stored_and_its_message_sent(client: FlaskClient) -> None:
     assert answer.json == {"id": order.id, "state": "placed"}
     assert (order.sku, order.quantity, order.customer) == tuple(ORDER.values())
 
-    # And one message asks for its stock
+    # And one message asks for its stock, as a row of the same commit
     (message,) = messages()
     assert (message.actor_name, message.args) == ("reserve_stock", (order.id,))
+    assert transaction_of("orders") == transaction_of("outbox_messages")
+
+
+def transaction_of(table: str) -> object:
+    """The number of the transaction that wrote the only row of a table."""
+    return database.execute_sql(f"SELECT xmin::text FROM {table}").fetchone()
 
 
 def test_no_message_leaves_for_an_order_that_was_not_committed(client: FlaskClient) -> None:
@@ -156,7 +168,7 @@ def test_no_request_leaves_its_connection_open(client: FlaskClient, change: dict
     assert database.is_closed()
 
 
-def test_an_order_placed_at_gunicorn_is_reserved_by_a_worker(
+def test_an_order_placed_at_gunicorn_is_confirmed_by_a_worker(
     tmp_path: Path, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     # Given a worker, and the application behind gunicorn
@@ -181,6 +193,25 @@ def test_an_order_placed_at_gunicorn_is_reserved_by_a_worker(
             gunicorn.terminate()
     assert answer.status_code == 202
 
-    # Then its stock is reserved
-    eventually(lambda: Order.get_by_id(answer.json()["id"]).state == OrderState.RESERVED)
+    # Then its stock is reserved, and it is confirmed
+    eventually(lambda: Order.get_by_id(answer.json()["id"]).state == OrderState.CONFIRMED)
     assert Stock.get_by_id("SKU-1").quantity == 3
+
+
+def test_an_order_can_be_placed_while_redis_is_away_i7(
+    client: FlaskClient, servers: Servers, worker_process: Callable[..., WorkerProcess]
+) -> None:
+    # Given a Redis that is away
+    servers.redis.stop()
+
+    # When an order is placed
+    answer = client.post("/orders", json=ORDER)
+
+    # Then it is stored, and its message is owed
+    assert answer.status_code == 202
+    assert [message.actor_name for message in owed()] == ["reserve_stock"]
+
+    # And when Redis is back it is confirmed
+    servers.redis.start()
+    worker_process(module="actors")
+    eventually(lambda: Order.get().state == OrderState.CONFIRMED)
