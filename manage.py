@@ -59,7 +59,7 @@ def up() -> None:
 
 @manage.command()
 def demo() -> None:
-    """Deliver 300 orders three times each, kill a worker, and count the effects."""
+    """Deliver 300 orders three times each, kill a worker and the relay, empty Redis, and count."""
     from commands.demo import demo as run
 
     run()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -12,8 +11,12 @@ from rich.table import Table
 
 from middleware import dead_letters as letters
 from middleware.errors import NotRequeued
-from middleware.ledger import Ledger
-from middleware.tables import DeadLetter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from middleware.ledger import Ledger
+    from middleware.tables import DeadLetter
 
 #: What a table has room for; `show` and --json have everything.
 COLUMNS = ("id", "message_id", "consumer_name", "reason", "error_class", "attempts", "died_at")
@@ -31,7 +34,7 @@ def dead_letters() -> None:
 @click.option("--limit", default=50, show_default=True, help="The newest so many.")
 @click.option("--redis", "in_redis", is_flag=True, help="Those in Dramatiq's own queues in Redis.")
 @as_json
-def list_(limit: int, in_redis: bool, as_json: bool) -> None:
+def list_(limit: int, *, in_redis: bool, as_json: bool) -> None:
     """List the newest dead letters; exit 1 if there are any."""
     from actors import broker
 
@@ -41,7 +44,7 @@ def list_(limit: int, in_redis: bool, as_json: bool) -> None:
     else:
         rows = [_row(letter) for letter in letters.newest(_ledger(), limit)]
         columns = COLUMNS
-    _print(rows, columns, as_json)
+    _print(rows, columns, as_json=as_json)
     if rows:
         raise SystemExit(1)
 
@@ -49,7 +52,7 @@ def list_(limit: int, in_redis: bool, as_json: bool) -> None:
 @dead_letters.command()
 @some_ids
 @as_json
-def show(ids: tuple[str, ...], as_json: bool) -> None:
+def show(ids: tuple[str, ...], *, as_json: bool) -> None:
     """Show all that is known of dead letters."""
     for letter in _found(ids):
         if as_json:
@@ -62,13 +65,13 @@ def show(ids: tuple[str, ...], as_json: bool) -> None:
 @some_ids
 @click.option("--force", is_flag=True, help="Also one whose effect may stand without a key.")
 @as_json
-def requeue(ids: tuple[str, ...], force: bool, as_json: bool) -> None:
+def requeue(ids: tuple[str, ...], *, force: bool, as_json: bool) -> None:
     """Send dead letters once more, under their own keys: what was done meanwhile is not doubled."""
 
     def act(ledger: Ledger, letter: DeadLetter) -> None:
         letters.requeue(ledger, letter, force=force)
 
-    _each(ids, act, "requeued", as_json)
+    _each(ids, act, "requeued", as_json=as_json)
     from actors import broker
 
     broker.wake()
@@ -77,13 +80,13 @@ def requeue(ids: tuple[str, ...], force: bool, as_json: bool) -> None:
 @dead_letters.command()
 @some_ids
 @as_json
-def discard(ids: tuple[str, ...], as_json: bool) -> None:
+def discard(ids: tuple[str, ...], *, as_json: bool) -> None:
     """Delete dead letters for good."""
-    _each(ids, letters.discard, "discarded", as_json)
+    _each(ids, letters.discard, "discarded", as_json=as_json)
 
 
 def _each(
-    ids: tuple[str, ...], act: Callable[[Ledger, DeadLetter], object], done: str, as_json: bool
+    ids: tuple[str, ...], act: Callable[[Ledger, DeadLetter], object], done: str, *, as_json: bool
 ) -> None:
     """Do something with each; what cannot be done is said, and the others are done all the same."""
     refused = False
@@ -122,7 +125,7 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _print(rows: list[dict[str, Any]], columns: Iterable[str], as_json: bool) -> None:
+def _print(rows: list[dict[str, Any]], columns: Iterable[str], *, as_json: bool) -> None:
     if as_json:
         for row in rows:
             click.echo(json.dumps(row, default=str))

@@ -1,4 +1,4 @@
-"""`manage.py demo`: orders delivered three times each, a worker killed, and the effects counted."""
+"""`manage.py demo`: orders delivered three times each, everything killed once, and the effects counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import settings
 from embedded import temporary_folder
 
 from . import configuration
-from .demo_workers import DemoWorkers
+from .demo_processes import DemoProcesses, counted
+from .demo_troubles import Troubles
 from .interruption import Interruption
 from .own_place import own_place
 
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
 ORDERS = 300
 COPIES = 3
-DELIVERIES = ORDERS * COPIES
-DUPLICATES = DELIVERIES - ORDERS
+SENT = ORDERS * COPIES
+#: Each order is reserved, and then confirmed by a message that the reservation sends.
+EFFECTS = 2 * ORDERS
+DELIVERIES = SENT + ORDERS
+DUPLICATES = SENT - ORDERS
 
 #: Every second order's copies come at the same moment, those of the others this many apart.
 APART = 60
-#: One worker is killed after this many deliveries were sent, and is away for that many.
-KILL_AFTER, AWAY = DELIVERIES // 3, DELIVERIES // 6
 
 TIME_LIMIT_S = 50
 
@@ -53,16 +55,21 @@ class Outcome:
     effects: int
     stock_expected: int
     stock_found: int
-    in_hand_when_killed: int
+    owed: int
+    dead_letters: int
+    troubles: Troubles
 
     @property
     def is_exact(self) -> bool:
-        """Whether each message took effect once and every other delivery of it was answered."""
+        """Whether each message took effect once, every other delivery was answered, and nothing is owed."""
         return (
-            self.orders == self.effects == ORDERS
-            and self.in_hand_when_killed > 0
-            and self.duplicates >= DUPLICATES
+            self.orders == ORDERS
+            and self.effects == EFFECTS
             and self.stock_found == self.stock_expected
+            and self.deliveries >= DELIVERIES
+            and self.duplicates >= DUPLICATES
+            and self.owed == self.dead_letters == 0
+            and min(self.troubles.in_hand, self.troubles.lost_and_owed) > 0
         )
 
     def table(self) -> Table:
@@ -71,12 +78,16 @@ class Outcome:
         for column in table.columns[1:]:
             column.justify = "right"
         for what, expected, found in (
-            ("orders reserved", f"{ORDERS}", self.orders),
+            ("orders confirmed", f"{ORDERS}", self.orders),
             ("deliveries", f"at least {DELIVERIES}", self.deliveries),
-            ("in the killed worker's hands", "at least 1", self.in_hand_when_killed),
+            ("in the killed worker's hands", "at least 1", self.troubles.in_hand),
+            ("lost with Redis: came back out of PostgreSQL", "at least 1", self.troubles.lost_and_owed),
+            ("lost with Redis: sent again by their sender", "any", self.troubles.lost_and_sent_again),
             ("duplicates answered", f"at least {DUPLICATES}", self.duplicates),
-            ("effects", f"{ORDERS}", self.effects),
+            ("effects", f"{EFFECTS}", self.effects),
             ("stock", f"{self.stock_expected}", self.stock_found),
+            ("messages still owed", "0", self.owed),
+            ("dead letters", "0", self.dead_letters),
         ):
             table.add_row(what, expected, f"{found}")
         return table
@@ -97,15 +108,20 @@ def demo() -> None:
         configuration.servers(temporary_folder()),
         own_place(),
         tempfile.TemporaryDirectory(prefix="onetake-demo-") as logs,
-        closing(DemoWorkers(Path(logs), interruption)) as workers,
+        closing(DemoProcesses(Path(logs), interruption)) as processes,
+        closing(Troubles(processes, interruption)) as troubles,
     ):
         from models import database, load_sample_data, migrate
 
         with closing(database):
             migrate()
             load_sample_data()
-            outcome = _deliver(workers, interruption, progress)
-        words = "" if outcome.is_exact else workers.last_words()
+            stock_before = _stock()
+            for kind in ("threads", "gevent", "relay"):
+                processes.start(kind)
+            _deliver(processes, troubles, interruption, progress)
+            outcome = _outcome(stock_before, troubles)
+        words = "" if outcome.is_exact else processes.last_words()
     console.print(words, outcome.table(), sep="\n", markup=False, highlight=False)
     if not outcome.is_exact:
         raise click.ClickException("Not every message took effect once; the table shows what did.")
@@ -120,64 +136,70 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
-    progress.add_task("starting servers and workers", total=DELIVERIES)
+    progress.add_task("starting servers, workers and a relay", total=EFFECTS)
     return progress
 
 
-def _deliver(workers: DemoWorkers, interruption: Interruption, progress: Progress) -> Outcome:
-    """Send everything, kill a worker meanwhile, wait until nothing moves, and count."""
-    from actors import broker
+def _deliver(
+    processes: DemoProcesses, troubles: Troubles, interruption: Interruption, progress: Progress
+) -> None:
+    """Send everything, with troubles meanwhile, and wait until nothing moves."""
+    from models import ProcessedMessage
 
-    stock_before = _stock()
-    workers.start("threads")
-    workers.start("gevent")
-    deadline = monotonic() + TIME_LIMIT_S
     (task,) = progress.task_ids
-    in_hand = back_after = 0
-    for sent, message in enumerate(_messages(), 1):
+
+    def show(description: str) -> None:
+        progress.update(task, completed=ProcessedMessage.select().count(), description=description)
+
+    deadline = monotonic() + TIME_LIMIT_S
+    for sent, _message in enumerate(_send(), 1):
         interruption.check()
-        broker.enqueue(message)
-        progress.update(task, completed=sent - workers.unfinished(), description="delivering")
-        if sent >= KILL_AFTER and not in_hand:
-            in_hand = workers.kill_in_mid_work("threads")
-            back_after = sent + AWAY
-        if sent == back_after:
-            workers.start("threads")
-    if not workers.is_running("threads"):  # it was killed late
-        workers.start("threads")
-    while (unfinished := workers.unfinished()) and monotonic() < deadline:
-        progress.update(
-            task,
-            completed=DELIVERIES - unfinished,
-            description="recovering the killed worker's messages",
-        )
-        workers.check()
+        troubles.after(sent)
+        show("delivering")
+    troubles.end()
+    while _unfinished() and monotonic() < deadline:
+        show("recovering what was lost")
+        processes.check()
         interruption.pause(0.1)
-    progress.update(task, completed=DELIVERIES - unfinished, description="done")
-    return _outcome(workers, stock_before, in_hand)
+    show("done")
 
 
-def _messages() -> Iterator[Message[Any]]:
-    """Place the orders; each message comes `COPIES` times, together or apart."""
-    from actors import reserve_stock
-    from models import Order
+def _send() -> Iterator[Message[Any]]:
+    """Place the orders and send each message `COPIES` times; yields each that was sent.
+
+    The first is sent as an application sends it: in the transaction of its order, hence through
+    the ledger. The copies go to Redis directly, together with it or later. They stand for what
+    delivers a message twice elsewhere, and may overtake the first.
+    """
+    from actors import broker, reserve_stock
+    from models import Order, database
 
     later: deque[Message[Any]] = deque()
     for number in range(ORDERS):
-        order = Order.create(
-            sku=f"SKU-{number % 10 + 1}",
-            quantity=number % 3 + 1,
-            customer=f"customer-{number}@example.org",
-        )
-        message = reserve_stock.message(order.id)
+        with database.atomic():
+            order = Order.create(
+                sku=f"SKU-{number % 10 + 1}",
+                quantity=number % 3 + 1,
+                customer=f"customer-{number}@example.org",
+            )
+            message = reserve_stock.send(order.id)
         yield message
+        copies = repeat(message, COPIES - 1)
         if number % 2:
-            yield from repeat(message, COPIES - 1)
+            yield from map(broker.enqueue, copies)
         else:
-            later.extend(repeat(message, COPIES - 1))
+            later.extend(copies)
         while len(later) > APART:
-            yield later.popleft()
-    yield from later
+            yield broker.enqueue(later.popleft())
+    yield from map(broker.enqueue, later)
+
+
+def _unfinished() -> bool:
+    """Whether a message is in Redis or owed; Redis is asked first, for its messages make new rows."""
+    from actors import broker, reserve_stock
+    from models import OutboxMessage
+
+    return broker.do_qsize(reserve_stock.queue_name) > 0 or OutboxMessage.select().exists()
 
 
 def _stock() -> int:
@@ -186,16 +208,19 @@ def _stock() -> int:
     return int(Stock.select(fn.SUM(Stock.quantity)).scalar())
 
 
-def _outcome(workers: DemoWorkers, stock_before: int, in_hand: int) -> Outcome:
-    from models import Order, OrderState, ProcessedMessage
+def _outcome(stock_before: int, troubles: Troubles) -> Outcome:
+    from models import DeadLetter, Order, OrderState, OutboxMessage, ProcessedMessage
 
     ordered = int(Order.select(fn.SUM(Order.quantity)).scalar())
+    counts = counted()
     return Outcome(
-        orders=Order.select().where(Order.state == OrderState.RESERVED).count(),
-        deliveries=workers.deliveries(),
-        duplicates=workers.duplicates(),
+        orders=Order.select().where(Order.state == OrderState.CONFIRMED).count(),
+        deliveries=sum(count for name, count in counts.items() if name.startswith("started:")),
+        duplicates=counts.get("duplicates", 0),
         effects=ProcessedMessage.select().count(),
         stock_expected=stock_before - ordered,
         stock_found=_stock(),
-        in_hand_when_killed=in_hand,
+        owed=OutboxMessage.select().count(),
+        dead_letters=DeadLetter.select().count(),
+        troubles=troubles,
     )

@@ -9,6 +9,7 @@ from dramatiq import Broker, MessageProxy, Middleware
 
 import settings
 from actors import broker
+from middleware.delivery import current
 
 #: A hash in Redis: `started:GROUP` and `ended:GROUP`, deliveries by the process group of their
 #: worker, and `duplicates`, those that were answered.
@@ -25,13 +26,13 @@ class Counting(Middleware):
     def after_process_message(
         self,
         _broker: Broker,
-        message: MessageProxy,
+        _message: MessageProxy,
         *,
         result: Any = None,  # noqa: ARG002 - Dramatiq names its arguments
         exception: BaseException | None = None,
     ) -> None:
         """A delivery has ended; its transaction is committed or rolled back."""
-        if exception is None and getattr(message, "redelivered", False):
+        if exception is None and current.redelivered:
             broker.client.hincrby(COUNTS, "duplicates", 1)
         broker.client.hincrby(COUNTS, f"ended:{os.getpgrp()}", 1)
 

@@ -13,4 +13,5 @@ def relay() -> None:
 
     assert broker.ledger is not None
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] [%(name)s] [%(levelname)s] %(message)s")
+    logging.getLogger("onetake").info("The relay is at work")
     run_relay(broker, broker.ledger)

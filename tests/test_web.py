@@ -50,8 +50,7 @@ def client() -> FlaskClient:
 
 def owed() -> list[Message[Any]]:
     """The messages that are rows."""
-    rows = OutboxMessage.select(OutboxMessage.message).tuples()
-    return [Message.decode(bytes(payload)) for (payload,) in rows]
+    return [Message.decode(bytes(row.message)) for row in OutboxMessage.select()]
 
 
 def messages() -> list[Message[Any]]:
