@@ -290,7 +290,10 @@ class DurableRedisBroker(RedisBroker):
 
     def is_full(self, queue_name: str) -> bool:
         """Whether Redis has nearly as many messages of a queue as it may have."""
-        size: Any = self.client.hlen(f"{self.namespace}:{queue_name}.msgs")
+        try:
+            size: Any = self.client.hlen(f"{self.namespace}:{queue_name}.msgs")
+        except redis.ResponseError:
+            return False  # publishing to it will say what is wrong
         return bool(size > 0.9 * self.redis_window)
 
     def do_enqueue(self, queue_name: str, redis_id: str, data: bytes) -> None:

@@ -16,15 +16,15 @@ from threading import Event, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import peewee
-import psycopg2
 import redis
 from dramatiq import Consumer, Message
 from dramatiq.errors import ConnectionClosed, DecodeError
 
 from . import payload
 from .delivery import Delivery, Owed
+from .ends import is_of_the_server
 from .errors import InvalidMessage
+from .ledger import letter_of
 from .settlement import settle
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ FIRST_POLL_S = 0.002
 SOON_S = 0.004
 #: An absent Redis is asked again this often.
 AWAY_S = 0.5
+#: So often a worker compares what it has in hand with what Redis believes: a Redis that came back
+#: from an older snapshot tells nobody.
+CHECK_S = 3.0
 #: Ids in one call, well below what Lua can unpack.
 BATCH = 1_000
 
@@ -72,6 +75,7 @@ class DurableConsumer(Consumer):
         self.returns: deque[str] = deque()
         #: What Redis believes is in our hands may be more than what is.
         self.doubtful = True
+        self.checked_s = 0.0
         self.stopping = False
         self.lock = Lock()
         self.wake = Event()
@@ -119,7 +123,7 @@ class DurableConsumer(Consumer):
 
     def _due_s(self) -> float:
         """When the next exchange is due: at once with enough room, soon with any, else for notes."""
-        due_s = self.tell_by_s
+        due_s = min(self.tell_by_s, self.checked_s + CHECK_S)
         room = self.room
         if room > 0 and not self.stopping:
             enough = 2 * room >= self.prefetch
@@ -141,7 +145,7 @@ class DurableConsumer(Consumer):
             notes = [_take(kind) for kind in (self.acks, self.dead, self.returns)]
             wanted = 0 if self.stopping else max(0, min(self.room, BATCH))
             try:
-                if self.doubtful:
+                if self.doubtful or monotonic() >= self.checked_s + CHECK_S:
                     self._give_back_what_is_not_in_hand(notes)
                 counts = [len(ids) for ids in notes]
                 ids, messages = self.broker.call(
@@ -184,6 +188,7 @@ class DurableConsumer(Consumer):
         lost = sorted(believed - held)
         notes[2].extend(lost[:BATCH])
         self.doubtful = len(lost) > BATCH
+        self.checked_s = monotonic()
 
     def _decode(self, redis_id: str, raw: bytes) -> Delivery | None:
         """A message that is fit to run now; any other takes another way, and None is returned."""
@@ -220,15 +225,18 @@ class DurableConsumer(Consumer):
         while self.diverted:
             redis_id, raw, message, error = self.diverted[0]
             try:
-                ledger.divert(Owed.of(redis_id), raw, self.queue_name, message, error)
-            except (peewee.DataError, ValueError, OverflowError) as unfit:  # T13: the message's fault
-                self.diverted[0] = (redis_id, raw, None, error or unfit)
+                if message is not None and error is None:
+                    ledger.owe_later(message)
+                else:
+                    letter = letter_of(raw, self.queue_name, message, "not readable", error)
+                    ledger.divert(Owed.of(redis_id), letter)
+            except Exception as failure:  # noqa: BLE001 - the thread of the consumer has to go on
                 ledger.database.discard()
+                if is_of_the_server(failure):
+                    self.broker.guard.outage.begins(failure)
+                    return  # tried again with the next exchange
+                self.diverted[0] = (redis_id, raw, None, error or failure)  # T13: in a form that fits
                 continue
-            except (peewee.PeeweeException, psycopg2.Error) as absent:
-                self.broker.guard.outage.begins(absent)
-                ledger.database.discard()
-                return  # tried again with the next exchange
             self.diverted.popleft()
             self._end(self.acks, redis_id)
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dramatiq import Message
 from dramatiq.errors import DecodeError
 
-from .errors import NotRequeued, TransactionEscaped
+from . import payload
+from .errors import InvalidMessage, NotRequeued, TransactionEscaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,8 +62,9 @@ def requeue(ledger: Ledger, letter: DeadLetter, *, force: bool = False) -> None:
     try:
         message: Message[Any] = Message.decode(bytes(letter.message))
         options = {name: value for name, value in message.options.items() if name not in _OF_AN_ATTEMPT}
-    except (DecodeError, AttributeError, TypeError) as error:
-        raise NotRequeued(f"Dead letter {letter.id} cannot be read ({error}): discard it.") from error
+        payload.check_fields(message._replace(options=options))
+    except (DecodeError, InvalidMessage, AttributeError) as error:
+        raise NotRequeued(f"Dead letter {letter.id} cannot be sent: {error} Discard it.") from error
     model = ledger.dead_letters
     with ledger.database.atomic():
         gone = model.delete().where(model.id == letter.id).returning(model.attempt).execute()

@@ -51,6 +51,8 @@ SQLSTATES_AT_BEGIN: dict[str, End] = {
     "40P01": End.RUN_AGAIN,
     "55P03": End.GIVE_BACK,
     "22": End.FAIL,  # data_exception: the message's fault
+    "23": End.FAIL,  # integrity_constraint_violation
+    "54": End.FAIL,  # program_limit_exceeded
 }
 
 
@@ -62,6 +64,13 @@ def sqlstate_of(error: BaseException | None) -> str | None:
         state: Any = error.pgcode
         return state if isinstance(state, str) else None
     return None
+
+
+def is_of_the_server(error: BaseException) -> bool:
+    """Whether waiting may help: not where PostgreSQL refuses the very data (T13)."""
+    if not isinstance(error, peewee.PeeweeException | psycopg2.Error):
+        return False
+    return (sqlstate_of(error) or "")[:2] not in ("22", "23", "54")
 
 
 def look_up(table: dict[str, End], sqlstate: str | None, otherwise: End) -> End:
@@ -87,11 +96,8 @@ def judge(error: BaseException, claim: Claim, lock_timeout_ms: int) -> tuple[End
     if claim.escape is not None:
         return End.FAIL, claim.escape
     if claim.stage is Stage.NOT_BEGUN:
-        if not isinstance(error, peewee.PeeweeException | psycopg2.Error):
-            return (
-                End.FAIL,
-                error,
-            )  # not the server's fault, so waiting for it is no help
+        if not is_of_the_server(error):
+            return End.FAIL, error
         return look_up(SQLSTATES_AT_BEGIN, sqlstate_of(error), End.WAIT), error
     if claim.lost:
         limit = _exceeded_limit(claim)

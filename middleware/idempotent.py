@@ -19,6 +19,7 @@ from .continuations import spare_redeliveries
 from .database import Database
 from .declaration import check_actor, forbid_retries
 from .delivery import Delivery, current
+from .ends import is_of_the_server
 from .inbox import Inbox
 from .outage import Outage
 from .performer import Performer
@@ -64,11 +65,17 @@ class IdempotentConsumer(Middleware):
     # Waiting for PostgreSQL
 
     def insist(self, action: Callable[[], None]) -> bool:
-        """Do something in the database, however long it is away; False where the worker stops first."""
+        """Do something in the database, however long it is away; False where the worker stops first.
+
+        Raises:
+          Whatever the action raises that waiting cannot help.
+        """
         while not self.stopping.is_set():
             try:
                 action()
             except (peewee.PeeweeException, psycopg2.Error) as error:
+                if not is_of_the_server(error):
+                    raise
                 self.wait_for_database(error)
             else:
                 self.outage.ends()

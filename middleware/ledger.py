@@ -33,7 +33,8 @@ class Row(NamedTuple):
 
     owed: Owed
     queue_name: str
-    message: bytes
+    size: int = 0
+    message: bytes = b""
 
 
 class Ledger:
@@ -71,13 +72,13 @@ class Ledger:
         self.delete = f"DELETE FROM {table} {of_row} AND attempt <= %s"
         batch = "(SELECT unnest(%s::text[]), unnest(%s::text[]), unnest(%s::int[]))"
         self.mark = (
-            f"UPDATE {table} owed SET published_at = now() FROM (SELECT message_id, actor_name FROM {table} "
-            f"WHERE published_at IS NULL AND refused IS NULL "
+            f"UPDATE {table} owed SET published_at = now(), refused = NULL "
+            f"FROM (SELECT message_id, actor_name FROM {table} WHERE published_at IS NULL "
             f"AND due_at <= now() - make_interval(secs => %s) AND queue_name <> ALL(%s::text[]) "
             f"ORDER BY due_at LIMIT %s FOR UPDATE SKIP LOCKED) due "
             f"WHERE (owed.message_id, owed.actor_name) = (due.message_id, due.actor_name) "
-            f"RETURNING owed.message_id, owed.actor_name, owed.attempt, owed.queue_name, owed.message, "
-            f"owed.due_at"
+            f"RETURNING owed.message_id, owed.actor_name, owed.attempt, owed.queue_name, "
+            f"octet_length(owed.message), owed.due_at"
         )
         # T38: rows that a running claim has deleted are passed over, here as in `mark`.
         self.unmark = (
@@ -86,7 +87,14 @@ class Ledger:
             f"FOR UPDATE SKIP LOCKED) lost "
             f"WHERE (owed.message_id, owed.actor_name) = (lost.message_id, lost.actor_name)"
         )
-        self.refuse = f"UPDATE {table} SET published_at = NULL, refused = %s {of_row} AND attempt = %s"
+        self.refuse = (
+            f"UPDATE {table} SET published_at = NULL, refused = %s, due_at = now() + interval '1 minute' "
+            f"{of_row} AND attempt = %s"
+        )
+        self.messages = (
+            f"SELECT message_id, actor_name, attempt, message FROM {table} "
+            f"WHERE (message_id, actor_name, attempt) IN {batch}"
+        )
         self.published = (
             f"SELECT message_id, actor_name, attempt, queue_name FROM {table} "
             f"WHERE published_at < now() - make_interval(secs => %s)"
@@ -132,7 +140,7 @@ class Ledger:
     def waits_for(self, message_id: str) -> bool:
         """Whether a message, or what comes before it in its pipeline, leaves with the open transaction."""
         # Since when the transaction is open; a later step of a pipeline stands in the first.
-        own = "published_at IS NULL AND refused IS NULL AND due_at >= now() AND sent_at >= now()"
+        own = "published_at IS NULL AND due_at >= now() AND sent_at >= now()"
         text = f"SELECT 1 FROM {self.table} WHERE {own} AND position(%s::bytea IN message) > 0"
         return self.database.execute_sql(text, (message_id.encode(),)).fetchone() is not None
 
@@ -161,7 +169,14 @@ class Ledger:
         """
         rows = self.database.execute_sql(self.mark, (overdue_s, full, limit)).fetchall()
         rows.sort(key=lambda row: row[-1])
-        return [Row(Owed(*row[:3]), row[3], bytes(row[4])) for row in rows]
+        return [Row(Owed(*row[:3]), row[3], row[4]) for row in rows]
+
+    def with_messages(self, rows: list[Row]) -> list[Row]:
+        """Rows together with their messages, read without a lock; those that have gone are left out."""
+        columns = [list(column) for column in zip(*(row.owed for row in rows), strict=True)]
+        found = self.database.execute_sql(self.messages, columns).fetchall()
+        messages = {Owed(*row[:3]): bytes(row[3]) for row in found}
+        return [row._replace(message=messages[row.owed]) for row in rows if row.owed in messages]
 
     def give_back(self, owed: Iterable[Owed]) -> int:
         """Unmark rows that did not reach Redis, or are no longer there; returns how many were."""
@@ -169,13 +184,13 @@ class Ledger:
         return int(self.database.execute_sql(self.unmark, columns).rowcount) if columns else 0
 
     def set_aside(self, owed: Owed, reason: str) -> None:
-        """A row that Redis can never take stops nobody; it waits for a person."""
+        """A row that Redis cannot take stops nobody; it is tried again in a minute."""
         self.database.execute_sql(self.refuse, (_storable(reason), *owed))
 
     def on_their_way(self, older_than_s: float) -> list[Row]:
         """The rows that are published and not done, without their messages."""
         rows = self.database.execute_sql(self.published, (older_than_s,)).fetchall()
-        return [Row(Owed(*row[:3]), row[3], b"") for row in rows]
+        return [Row(Owed(*row[:3]), row[3]) for row in rows]
 
     # What is dead
 
@@ -183,24 +198,14 @@ class Ledger:
         """Write a dead letter, made by `letter_of`."""
         self.dead_letters.insert(letter).execute()
 
-    def divert(
-        self,
-        owed: Owed | None,
-        raw: bytes,
-        queue_name: str,
-        message: Message[Any] | None,
-        error: BaseException | None,
-    ) -> None:
-        """Store a message that arrived and cannot run now, in one transaction.
-
-        With an error it is a dead letter, and its row ends; else it waits for its ``eta``.
-        """
+    def divert(self, owed: Owed | None, letter: dict[str, Any]) -> None:
+        """Bury a message that cannot be performed at all, and end its row, in one transaction."""
+        if owed is not None:
+            names = {"message_id": _storable(owed.message_id), "actor_name": _storable(owed.actor_name)}
+            letter = names | letter
+            letter["attempt"] = owed.attempt
         with self.database.atomic():
-            if error is None and message is not None:
-                self.owe_later(message)
-                return
-            attempt = owed.attempt if owed is not None else 0
-            self.bury(letter_of(raw, queue_name, message, "not readable", error, attempt=attempt))
+            self.bury(letter)
             if owed is not None:
                 self.forget(owed)
 
@@ -227,7 +232,7 @@ def letter_of(
     }
     if error is not None:
         letter["error_class"] = type(error).__name__
-        letter["error_text"] = _storable(str(error))
+        letter["error_text"] = _storable("".join(traceback.format_exception_only(error)).strip())
         letter["traceback"] = _storable("".join(traceback.format_exception(error, limit=30)))
     if message is not None:
         letter |= {

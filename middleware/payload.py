@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidKey, InvalidMessage, InvalidResult
@@ -21,6 +22,8 @@ DIGEST_VERSION = 1
 #: Two keys of this size still fit a B-tree row of 2,704 bytes (T13).
 MAX_KEY_BYTES = 512
 
+#: More retries than this nobody means.
+MOST_RETRIES = 1_000_000
 #: The last millisecond of year 9999, in which PostgreSQL still computes.
 LATEST_MS = 253_402_300_799_999
 
@@ -174,15 +177,22 @@ def check_fields(message: Message[Any]) -> None:
             valid_key(getattr(message, name), name, "the message")
         except InvalidKey as error:
             raise InvalidMessage(str(error)) from None
+    _check_options(message.options)
+
+
+def _check_options(options: dict[str, Any]) -> None:
     for name in _NUMBERS:
-        value = message.options.get(name, 0)
+        value = options.get(name, 0)
         if value is None and name != "retries":
             continue
-        if type(value) not in (int, float) or value < 0:
-            raise InvalidMessage(f"Option {name} is {value!r}; it must be a number of at least 0.")
-    eta: Any = message.options.get("eta")
+        if name == "time_limit" and value == inf:
+            continue
+        largest = MOST_RETRIES if name.endswith("retries") else LATEST_MS
+        if type(value) not in (int, float) or not 0 <= value <= largest:  # NaN is neither
+            raise InvalidMessage(f"Option {name} is {value!r}; it must be a number from 0 to {largest}.")
+    eta = options.get("eta")
     if type(eta) in (int, float) and not 0 <= eta <= LATEST_MS:
         raise InvalidMessage(f"Option eta is {eta!r}; it must be milliseconds since 1970, before year 10000.")
-    throws = message.options.get("throws") or ()
+    throws = options.get("throws") or ()
     if not all(isinstance(one, type) for one in (throws if isinstance(throws, tuple) else (throws,))):
         raise InvalidMessage(f"Option throws is {throws!r}; it must be an exception class or several.")

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("onetake")
 
-#: Rows of one round.
-BATCH = 500
+#: Rows of one round; their names fit into the buffer of a socket, so that a relay that is stopped
+#: while it receives them holds no lock (T38).
+BATCH = 300
 #: A script's arguments count as memory of a full Redis (T33).
 CHUNK_BYTES = 256 << 10
 #: A wake-up comes at once where it can; this poll is the truth (T16).
@@ -88,8 +89,9 @@ class Relay:
         left, count = list(rows), 0
         try:
             for chunk in _chunks(rows):
-                count += self._push(chunk)
+                count += self._push(self.ledger.with_messages(chunk))
                 del left[: len(chunk)]
+            self.broker.outage.ends()
         except redis.RedisError:
             self.ledger.give_back(row.owed for row in left)
             self.batch = max(1, self.batch // 2)
@@ -100,21 +102,25 @@ class Relay:
     def _push(self, rows: list[Row]) -> int:
         arguments = [part for row in rows for part in (row.queue_name, row.owed.redis_id, row.message)]
         answers = self.broker.call("publish", self.broker.redis_window, *arguments)
-        self.broker.outage.ends()
-        refused = []
+        refused, trouble = [], ""
         for row, answer in zip(rows, (answer.decode() for answer in answers), strict=True):
             if answer == "full" or answer.startswith("OOM"):
                 self._full.add(row.queue_name)
                 refused.append(row.owed)
-            elif answer != "ok":
+            elif answer.startswith("WRONGTYPE"):  # the queue's own fault: it must not stop the others
                 logger.error(
-                    "Message %r of actor %r cannot be published and is set aside: %s",
+                    "Message %r of actor %r cannot be published and is set aside for a minute: %s",
                     row.owed.message_id,
                     row.owed.actor_name,
                     answer,
                 )
                 self.ledger.set_aside(row.owed, answer)
+            elif answer != "ok":  # a replica, a full disk, a missing right: Redis's trouble
+                refused.append(row.owed)
+                trouble = answer
         self.ledger.give_back(refused)
+        if trouble:
+            raise redis.ResponseError(trouble)
         return len(rows) - len(refused)
 
     def audit(self) -> int:
@@ -125,18 +131,22 @@ class Relay:
             by_queue.setdefault(row.queue_name, []).append(row)
         count = 0
         for queue, its_rows in by_queue.items():
-            self.broker.call("repair", queue)
-            for start in range(0, len(its_rows), IDS):
-                part = its_rows[start : start + IDS]
-                there = self.broker.call("there", queue, *(row.owed.redis_id for row in part))
-                count += self.ledger.give_back(
-                    row.owed for row, found in zip(part, there, strict=True) if not found
-                )
+            try:
+                count += self._audit_queue(queue, its_rows)
+            except redis.ResponseError as error:  # the key's own fault: the others are audited
+                logger.error("Queue %r cannot be audited: %s", queue, error)
         if count:
-            logger.warning(
-                "Redis had lost %d messages of the ledger: they are published again",
-                count,
-            )
+            logger.warning("Redis had lost %d messages of the ledger: they are published again", count)
+        return count
+
+    def _audit_queue(self, queue: str, rows: list[Row]) -> int:
+        self.broker.call("repair", queue)
+        count = 0
+        for start in range(0, len(rows), IDS):
+            part = rows[start : start + IDS]
+            there = self.broker.call("there", queue, *(row.owed.redis_id for row in part))
+            lost = (row.owed for row, found in zip(part, there, strict=True) if not found)
+            count += self.ledger.give_back(lost)
         return count
 
 
@@ -145,10 +155,10 @@ def _chunks(rows: list[Row]) -> Iterator[list[Row]]:
     chunk: list[Row] = []
     size = 0
     for row in rows:
-        if chunk and size + len(row.message) > CHUNK_BYTES:
+        if chunk and size + row.size > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
         chunk.append(row)
-        size += len(row.message)
+        size += row.size
     if chunk:
         yield chunk

@@ -62,7 +62,12 @@ def settle(broker: DurableRedisBroker, delivery: Delivery) -> None:
         delivery.settled = not delivery.failed
         return
     guard = broker.guard
-    delivery.settled = guard.insist(lambda: _store(broker, ledger, guard, delivery))
+    try:
+        delivery.settled = guard.insist(lambda: _store(broker, ledger, guard, delivery))
+    except Exception as unfit:  # noqa: BLE001 - whatever cannot be stored is one dead letter (T13)
+        logger.error("The end of message %r cannot be stored: %r", delivery.message_id, unfit)
+        letter = letter_of(delivery.raw, delivery.queue_name, None, "cannot be stored", unfit)
+        delivery.settled = guard.insist(lambda: ledger.divert(delivery.owed, letter))
     delivery.given_back = not delivery.settled
 
 

@@ -24,7 +24,7 @@ OWED_CONSTRAINT = "outbox_messages_key"
 
 #: What the relay asks for: what waits for its time, and what is on its way.
 OUTBOX_INDEXES = {
-    "due": "(due_at) WHERE published_at IS NULL AND refused IS NULL",
+    "due": "(due_at) WHERE published_at IS NULL",
     "published": "(published_at) WHERE published_at IS NOT NULL",
 }
 #: By hash: what is no valid message id may be of any size (T13).
@@ -101,7 +101,7 @@ class OutboxMessage(peewee.Model):
       message: the encoded message.
       due_at: not before; sent_at: since when. Both by the database's clock.
       published_at: when it was last given to Redis, NULL while it waits.
-      refused: why Redis can never take it, NULL otherwise.
+      refused: why Redis could not take it when it was last tried, NULL otherwise.
     """
 
     message_id = peewee.TextField()

@@ -26,7 +26,7 @@ def up(_migrator: object, db: Database) -> None:
     """)
     db.execute_sql("""
         CREATE INDEX outbox_messages_due ON outbox_messages (due_at)
-        WHERE published_at IS NULL AND refused IS NULL
+        WHERE published_at IS NULL
     """)
     db.execute_sql("""
         CREATE INDEX outbox_messages_published ON outbox_messages (published_at)
