@@ -190,7 +190,7 @@ def _check_options(options: dict[str, Any]) -> None:
         largest = MOST_RETRIES if name.endswith("retries") else LATEST_MS
         if type(value) not in (int, float) or not 0 <= value <= largest:  # NaN is neither
             raise InvalidMessage(f"Option {name} is {value!r}; it must be a number from 0 to {largest}.")
-    eta = options.get("eta")
+    eta: Any = options.get("eta")
     if type(eta) in (int, float) and not 0 <= eta <= LATEST_MS:
         raise InvalidMessage(f"Option eta is {eta!r}; it must be milliseconds since 1970, before year 10000.")
     throws = options.get("throws") or ()
