@@ -139,8 +139,11 @@ class Ledger:
 
     def waits_for(self, message_id: str) -> bool:
         """Whether a message, or what comes before it in its pipeline, leaves with the open transaction."""
-        # Since when the transaction is open; a later step of a pipeline stands in the first.
+        # A later step of a pipeline stands in the first. Of the rows that were written since this
+        # transaction began, those are its own whose writer is still in progress.
         own = "published_at IS NULL AND due_at >= now() AND sent_at >= now()"
+        writer = "(pg_current_xact_id()::text::bigint - age(xmin))::text::xid8"
+        own += f" AND pg_xact_status({writer}) = 'in progress'"
         text = f"SELECT 1 FROM {self.table} WHERE {own} AND position(%s::bytea IN message) > 0"
         return self.database.execute_sql(text, (message_id.encode(),)).fetchone() is not None
 
