@@ -171,8 +171,9 @@ class DurableConsumer(Consumer):
 
     def _give_back_what_is_not_in_hand(self, notes: list[list[str]]) -> None:
         # Only this thread adds to the set in Redis, so nothing can come in between (T31, T32).
+        held = self.in_hand.union(*notes)  # before Redis is asked: a delivery may end meanwhile
         believed = {raw_id.decode() for raw_id in self.broker.ids_in_hand(self.queue_name)}
-        lost = sorted(believed - self.in_hand.union(*notes))
+        lost = sorted(believed - held)
         notes[2].extend(lost[:BATCH])
         self.doubtful = len(lost) > BATCH
 
