@@ -6,9 +6,11 @@ import select
 import socket
 from contextlib import suppress
 from threading import Thread
-from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import parse_qs, urlsplit
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 Lost = Literal["question", "answer"]
 

@@ -6,9 +6,8 @@ Dramatiq's layout of keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import dramatiq
@@ -31,7 +30,11 @@ from dramatiq.results.backends import RedisBackend
 from middleware import Database, DurableRedisBroker, IdempotentConsumer, tables
 
 from .processes import eventually
-from .servers import Servers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .servers import Servers
 
 SCHEMA = "stage"
 NAMESPACE = "stage"
@@ -134,11 +137,6 @@ class Stage:
         declare: Any = dramatiq.actor(broker=self.broker, **options)
         return declare  # type: ignore[no-any-return] # its overloads are narrower
 
-    def declare(self, fn: Callable[..., Any]) -> Actor[..., Any]:
-        """Declare an actor without any option, where nobody knows them."""
-        declare: Any = dramatiq.actor(fn, broker=self.broker)
-        return declare  # type: ignore[no-any-return] # its overloads are narrower
-
     def effect(self, label: str) -> None:
         """The business change of a body."""
         self.database.execute_sql("INSERT INTO effects VALUES (%s)", (label,))
@@ -191,9 +189,14 @@ class Stage:
         """The labels of all effects that were committed, in order of name."""
         return [label for (label,) in self.sql("SELECT label FROM effects ORDER BY label")]
 
-    def keys(self) -> list[tuple[str, str]]:
+    def key_rows(self) -> list[tuple[str, str]]:
         """The keys that were committed."""
-        return self.sql("SELECT consumer_name, message_id FROM processed_messages ORDER BY 1, 2")  # type: ignore[return-value]
+        rows = self.sql("SELECT consumer_name, message_id FROM processed_messages ORDER BY 1, 2")
+        return [(consumer_name, message_id) for consumer_name, message_id in rows]
+
+    def stored(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """The effects and the keys that were committed."""
+        return self.effects(), self.key_rows()
 
     def results(self) -> list[Any]:
         """The results that stand beside the keys."""
@@ -269,14 +272,7 @@ def inbox_on(database: Database) -> type[tables.ProcessedMessage]:
 
 def default_stack() -> list[Middleware]:
     """Dramatiq's default stack, with a time limit that looks often."""
-    return [
-        AgeLimit(),
-        TimeLimit(interval=20),
-        ShutdownNotifications(),
-        Callbacks(),
-        Pipelines(),
-        Retries(),
-    ]
+    return [AgeLimit(), TimeLimit(interval=20), ShutdownNotifications(), Callbacks(), Pipelines(), Retries()]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An actor that is called as a function."""
+"""Actors that run without a key: called as functions, or opted out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from dramatiq.middleware import Middleware
 
 from middleware.errors import NoDelivery
+
+from .processes import eventually
 
 if TYPE_CHECKING:
     from .stage import Stage
@@ -61,4 +63,33 @@ def test_an_actor_called_by_ordinary_code_runs_in_a_transaction_without_a_key(st
 
     # Then each call took effect as a whole, or not at all, and left no key
     assert stage.effects() == ["a"]
-    assert stage.keys() == []
+    assert stage.key_rows() == []
+
+
+def test_an_actor_that_opted_out_has_neither_transaction_nor_key(stage: Stage) -> None:
+    # Given actors that opted out
+    states: list[bool] = []
+
+    @stage.actor(idempotency="off")
+    def write(label: str) -> None:
+        states.append(stage.database.in_transaction())
+        stage.effect(label)
+
+    @stage.actor(idempotency="off")
+    def fail(label: str) -> None:
+        stage.effect(label)
+        raise ValueError("no")
+
+    # When they are performed, one of them twice
+    with stage.worker():
+        message, failed = write.send("a"), fail.send("b")
+        stage.expect_in_redis(delayed=[failed])
+        stage.broker.enqueue(message)
+        eventually(lambda: len(stage.seen("returned")) == 2)
+        stage.expect_in_redis(delayed=[failed])
+
+    # Then it is as with Dramatiq alone
+    assert states == [False, False]
+    assert stage.effects() == ["a", "a", "b"]
+    assert stage.only("delayed").options["retries"] == 1
+    assert stage.key_rows() == []

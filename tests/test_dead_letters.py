@@ -8,14 +8,16 @@ from time import time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import dramatiq
 import pytest
-from dramatiq import Message
-from dramatiq.middleware import AgeLimit, Callbacks, Pipelines, TimeLimit
+from dramatiq.middleware import AgeLimit, Callbacks, Middleware, Pipelines, TimeLimit
 
 from .processes import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from dramatiq import Message
 
     from .stage import Stage
 
@@ -36,7 +38,7 @@ def test_an_error_that_the_actor_throws_is_a_dead_letter_at_once(stage: Stage) -
 
     # Then nothing is stored and no retry was spent
     assert "retries" not in stage.only("dead").options
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
 
 
 def test_an_error_that_retry_when_declines_is_a_dead_letter_at_once(stage: Stage) -> None:
@@ -53,7 +55,7 @@ def test_an_error_that_retry_when_declines_is_a_dead_letter_at_once(stage: Stage
 
     # Then the message lies there as it came (T17)
     assert stage.only("dead").args == (["a"],)
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
 
 
 def test_exhausted_retries_are_a_dead_letter_and_send_on_retry_exhausted(stage: Stage) -> None:
@@ -78,7 +80,7 @@ def test_exhausted_retries_are_a_dead_letter_and_send_on_retry_exhausted(stage: 
     # Then it was tried twice, and only the other actor has had an effect
     assert attempts == ["a", "a"]
     assert stage.effects() == ["mourned after 1 retries: ['a']"]
-    assert [consumer for consumer, _ in stage.keys()] == ["mourn"]
+    assert [consumer for consumer, _ in stage.key_rows()] == ["mourn"]
 
 
 def test_a_message_that_is_too_old_is_a_dead_letter(stage: Stage) -> None:
@@ -94,7 +96,7 @@ def test_a_message_that_is_too_old_is_a_dead_letter(stage: Stage) -> None:
         stage.expect_in_redis(dead=[message])
 
     # Then it was not performed
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
 
 
 def test_a_failure_that_a_broken_retry_when_does_not_decide_is_a_dead_letter(
@@ -115,7 +117,7 @@ def test_a_failure_that_a_broken_retry_when_does_not_decide_is_a_dead_letter(
         stage.expect_in_redis(dead=[message])
 
     # Then the message does not come again for ever, and the log says why
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
     assert "NotDecided" in caplog.text
 
 
@@ -125,19 +127,44 @@ def test_a_failure_in_a_stack_without_retries_is_a_dead_letter(
     # Given a stack in which nobody decides about failures
     stage = stage_with(middleware=[AgeLimit(), TimeLimit(), Callbacks(), Pipelines()])
 
+    @dramatiq.actor(broker=stage.broker)
     def write(label: str) -> None:
         stage.effect(label)
         raise ValueError("no")
 
-    actor = stage.declare(write)
-
     # When an actor fails
     with stage.worker():
-        message = actor.send("a")
+        message = write.send("a")
         stage.expect_in_redis(dead=[message])
 
     # Then the message is kept, and the log says why
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
+    assert "NotDecided" in caplog.text
+
+
+def test_a_failure_whose_retry_cannot_be_encoded_is_a_dead_letter(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a middleware that leaves something in the options that no encoder can carry
+    class Tracer(Middleware):
+        def before_process_message(self, broker: Any, message: Any) -> None:
+            message.options["span"] = object()
+
+    stage.broker.add_middleware(Tracer())
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        raise ValueError("no")
+
+    # When the actor fails
+    with stage.worker():
+        message = write.send("a")
+        stage.expect_in_redis(dead=[message])
+
+    # Then the message does not come again for ever
+    assert len(stage.seen("raised")) == 1
+    assert stage.stored() == ([], [])
     assert "NotDecided" in caplog.text
 
 
@@ -252,4 +279,4 @@ def test_an_option_that_dramatiq_cannot_compute_with_is_a_dead_letter_i8(
 
     # Then they have not run, and the thread has taken the next message
     assert stage.effects() == ["a"]
-    assert len(stage.keys()) == 1
+    assert len(stage.key_rows()) == 1

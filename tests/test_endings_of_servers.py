@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import peewee
@@ -15,7 +14,7 @@ from .lossy_proxy import LossyProxy, Lost
 from .processes import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from .servers import Servers
     from .stage import Stage
@@ -72,7 +71,7 @@ def test_a_connection_that_is_lost_in_the_body_gives_the_message_back_i9_t5(
     # Then the same message came again as it was, and took effect once
     assert attempts[0] == attempts[1]
     assert stage.effects() == ["a"]
-    assert len(stage.keys()) == 1
+    assert len(stage.key_rows()) == 1
     assert [seen.hook for seen in stage.witness.seen] == ["skipped", "returned"]
 
 
@@ -101,7 +100,7 @@ def test_a_connection_that_is_lost_at_commit_gives_the_message_back_i1_i9(
     assert proxy.losses == 1
     assert bodies == (["a"] if lost == "answer" else ["a", "a"])
     assert stage.effects() == ["a"]
-    assert stage.keys() == [("write", message.message_id)]
+    assert stage.key_rows() == [("write", message.message_id)]
     assert [seen.hook for seen in stage.witness.seen] == ["skipped", "returned"]
 
 
@@ -125,7 +124,7 @@ def test_a_connection_that_is_lost_after_the_claim_was_sent_costs_no_retry_i9(
     # Then it took effect once
     assert proxy.losses == 1
     assert stage.effects() == ["a"]
-    assert len(stage.keys()) == 1
+    assert len(stage.key_rows()) == 1
 
 
 @pytest.mark.parametrize("sqlstate", ["53100", "53200", "58030", "57P01", "25006"])
@@ -148,7 +147,7 @@ def test_trouble_of_the_server_in_the_body_gives_the_message_back_i9(stage: Stag
 
     # Then its second delivery took effect, and no retry was spent
     assert stage.effects() == ["a"]
-    assert len(stage.keys()) == 1
+    assert len(stage.key_rows()) == 1
     assert [seen.hook for seen in stage.witness.seen] == ["skipped", "returned"]
 
 
@@ -168,7 +167,7 @@ def test_a_body_that_is_silent_for_its_idle_limit_fails_and_hears_of_the_option(
 
     # Then a retry was spent, and the error names what to raise
     assert stage.only("delayed").options["retries"] == 1
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
     (seen,) = stage.seen("raised")
     assert isinstance(seen.outcome, LimitExceeded)
     assert "idle_limit_ms" in str(seen.outcome)
@@ -193,7 +192,7 @@ def test_a_transaction_that_grows_too_old_fails_and_hears_of_the_option(
 
     # Then a retry was spent, and the error names what to raise
     assert stage.only("delayed").options["retries"] == 1
-    assert stage.effects() == stage.keys() == []
+    assert stage.stored() == ([], [])
     (seen,) = stage.seen("raised")
     assert isinstance(seen.outcome, LimitExceeded)
     assert "time_limit" in str(seen.outcome)

@@ -52,7 +52,7 @@ def test_what_was_prefetched_is_given_back_at_once_and_what_runs_is_finished_t23
         assert not stopping.is_alive()
         stage.expect_in_redis(waiting=waiting)
     assert stage.effects() == ["running"]
-    assert len(stage.keys()) == 1
+    assert len(stage.key_rows()) == 1
 
 
 def test_a_delivery_that_waits_for_the_database_is_given_back_i9(stage: Stage) -> None:
@@ -98,7 +98,7 @@ def test_a_delivery_that_waits_for_its_key_is_given_back(stage: Stage) -> None:
         # Then the message is in its queue as it was
         assert stage.raw("waiting") == sent
         assert stage.places() == {"waiting": [message.message_id]}
-    assert stage.keys() == stage.effects() == []
+    assert stage.stored() == ([], [])
 
 
 def test_a_body_that_wants_to_hear_of_a_shutdown_is_rolled_back_and_given_back(stage: Stage) -> None:
@@ -123,7 +123,7 @@ def test_a_body_that_wants_to_hear_of_a_shutdown_is_rolled_back_and_given_back(s
     # Then nothing is stored, no retry is spent, and the message is in its queue as it was
     assert stage.raw("waiting") == sent
     assert stage.places() == {"waiting": [message.message_id]}
-    assert stage.keys() == stage.effects() == []
+    assert stage.stored() == ([], [])
     assert [seen.hook for seen in stage.witness.seen] == ["skipped"]
 
 
@@ -135,7 +135,7 @@ def test_a_worker_that_has_nothing_to_do_stops_and_leaves_no_trace_in_redis(stag
 
     with stage.worker():
         write.send("a")
-        eventually(lambda: stage.effects())
+        eventually(stage.effects)
 
     # When it has stopped
     # Then what it had to acknowledge is acknowledged, and nobody will look for it

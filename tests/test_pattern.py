@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from .faults.crew import Crew
-from .faults.shop import Shop
 from .faults.signals import signals
 from .processes import Kind, eventually
+
+if TYPE_CHECKING:
+    from .faults.crew import Crew
+    from .faults.shop import Shop
 
 pytest_plugins = ("tests.faults.fixtures",)
 
@@ -15,6 +19,8 @@ both_kinds = pytest.mark.parametrize("kind", ["threads", "gevent"])
 
 #: A rival waits for the key longer than any pause of this machine.
 PATIENT = {"LOCK_TIMEOUT_MS": "20000"}
+#: A killed worker's messages come back soon.
+QUICK_MS = 1_000
 #: Each worker takes one message and leaves the other to its rival.
 ONE_EACH = {"dramatiq_queue_prefetch": "1"}
 
@@ -73,7 +79,7 @@ def test_a_kill_before_the_commit_leaves_nothing_and_the_redelivery_does_the_wor
 ) -> None:
     """I1, I2: a stop before the commit undoes key and change, and the message comes again."""
     # Given two workers, one of which has made its changes and not committed them
-    crew.pair(kind=kind)
+    crew.pair(kind=kind, heartbeat_ms=QUICK_MS)
     shop.hold("end", "a")
     shop.send("a", max_retries=0)
     eventually(lambda: shop.reached("end", "a"), what=crew.output)
@@ -103,7 +109,7 @@ def test_a_kill_between_commit_and_acknowledgement_lets_the_redelivery_change_no
 ) -> None:
     """I1, I2: the redelivery of what is committed meets its key."""
     # Given two workers, one of which has committed and not acknowledged
-    crew.pair(kind=kind)
+    crew.pair(kind=kind, heartbeat_ms=QUICK_MS)
     shop.hold(point, "a")
     shop.send("a")
     eventually(lambda: shop.reached(point, "a"), what=crew.output)

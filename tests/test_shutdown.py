@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from signal import SIGCONT, SIGSTOP
+from typing import TYPE_CHECKING
 
 import psycopg2
 import pytest
 
-from .faults.actors import broker, sell, sell_unless_stopped
-from .faults.crew import Crew
-from .faults.shop import Shop
+from .faults.actors import sell, sell_elsewhere, sell_unless_stopped
+from .faults.outages import paused, stopped
 from .processes import Kind, eventually
+
+if TYPE_CHECKING:
+    from .faults.crew import Crew
+    from .faults.shop import Shop
 
 pytest_plugins = ("tests.faults.fixtures",)
 
@@ -19,6 +21,8 @@ both_kinds = pytest.mark.parametrize("kind", ["threads", "gevent"])
 
 #: What the processes of a worker may take from SIGTERM to their end.
 SOON_S = 15
+#: What they had in hand comes back soon.
+QUICK_MS = 1_000
 
 
 @both_kinds
@@ -77,84 +81,82 @@ def test_an_actor_that_is_notified_of_the_shutdown_is_given_back(kind: Kind, sho
     assert shop.dead() == []
 
 
-@both_kinds
-def test_an_idle_worker_ends(kind: Kind, shop: Shop, crew: Crew) -> None:
-    worker = crew.start(kind=kind)
-    worker.terminate()
-    assert worker.wait(SOON_S) == 0
+def test_idle_workers_end_and_take_their_leave(shop: Shop, crew: Crew) -> None:
+    # Given a worker of threads and one of greenlets, both alive
+    crew.pair_of_kinds()
+    eventually(lambda: len(shop.beats()) == 2)
+
+    # When they are told to stop
+    crew.stop(SOON_S)
+
+    # Then they have ended, and nobody needs to look for them
     assert shop.beats() == {}
 
 
-@both_kinds
-def test_a_worker_ends_while_a_delivery_waits_for_postgresql(kind: Kind, shop: Shop, crew: Crew) -> None:
-    # Given a delivery that waits, and another message behind it
-    worker = crew.start(kind=kind, threads=1)
+def test_workers_end_while_deliveries_wait_for_postgresql(shop: Shop, crew: Crew) -> None:
+    """I9: what waits is given back as it came."""
+    # Given workers that have a delivery each, while PostgreSQL is away, and more in memory
+    crew.pair_of_kinds(threads=1, env={"dramatiq_queue_prefetch": "2"})
     shop.servers.postgres.stop()
-    shop.send("a", max_retries=0)
-    eventually(lambda: shop.reached("begin", "a"), what=worker.output)
-    shop.send("b", max_retries=0)
+    labels = ["a", "b", "c", "d"]
+    for label in labels:
+        shop.send(label, max_retries=0)
+    eventually(lambda: sum(len(shop.reached("begin", label)) for label in labels) == 2)
+    eventually(lambda: list(shop.in_hand().values()) == [2, 2])
 
-    # When the worker is told to stop
-    worker.terminate()
+    # When they are told to stop
+    crew.stop(SOON_S)
 
-    # Then it ends, and both messages lie in the queue again
-    assert worker.wait(SOON_S) == 0
-    assert shop.waiting() == 2
+    # Then they have ended, and all messages lie in the queue again
+    assert shop.waiting() == 4
     assert not any(shop.in_hand().values())
     assert shop.dead() == []
 
 
-@both_kinds
-def test_a_worker_ends_while_a_delivery_waits_for_its_key(kind: Kind, shop: Shop, crew: Crew) -> None:
-    # Given a delivery that waits for a key which somebody holds
-    worker = crew.start(kind=kind)
+def test_workers_end_while_deliveries_wait_for_their_key(shop: Shop, crew: Crew) -> None:
+    """I9: what waits is given back as it came."""
+    # Given workers that wait for a key which somebody else holds
+    crew.pair_of_kinds(threads=1, env={"dramatiq_queue_prefetch": "1"})
     message = sell.message_with_options(args=("a",), max_retries=0)
     holder = psycopg2.connect(shop.servers.postgres.url)
     holder.cursor().execute(
         "INSERT INTO processed_messages VALUES ('sell', %s, 'another', '', 1)", (message.message_id,)
     )
-    broker.enqueue(message)
-    eventually(shop.waits_for_a_lock, what=worker.output)
+    shop.deliver(message, times=2)
+    eventually(lambda: len(shop.reached("begin", "a")) == 2, what=crew.output)
 
-    # When the worker is told to stop
-    worker.terminate()
+    # When they are told to stop
+    crew.stop(SOON_S)
 
-    # Then it ends, and the message lies in the queue again
-    assert worker.wait(SOON_S) == 0
-    assert shop.waiting() == 1
+    # Then they have ended, and both copies lie in the queue again
+    assert shop.waiting() == 2
+    assert not any(shop.in_hand().values())
     assert shop.dead() == []
     holder.close()
 
 
-@both_kinds
 @pytest.mark.parametrize("hung", [False, True], ids=["away", "hung"])
-def test_a_worker_ends_while_redis_does_not_answer(hung: bool, kind: Kind, shop: Shop, crew: Crew) -> None:
-    # Given a body that has just returned, and a Redis that is away or hangs
-    worker = crew.start(kind=kind)
-    shop.hold("ack", "a")
-    shop.send("a")
-    eventually(lambda: shop.reached("ack", "a"), what=worker.output)
+def test_workers_end_while_redis_does_not_answer(hung: bool, shop: Shop, crew: Crew) -> None:
+    """I2: they cannot acknowledge what they have done, and it is done once all the same."""
+    # Given workers that have just committed a message of each of two queues
+    crew.pair_of_kinds(threads=2, heartbeat_ms=QUICK_MS, env={"dramatiq_queue_prefetch": "1"})
+    labels = {"a": sell, "b": sell, "c": sell_elsewhere, "d": sell_elsewhere}
+    for label, actor in labels.items():
+        shop.hold("ack", label)
+        shop.send(label, actor=actor)
+    eventually(lambda: all(shop.reached("ack", label) for label in labels), what=crew.output)
+
+    # When they are told to stop while Redis is away or hangs
     redis = shop.servers.redis
-    if hung:
-        os.kill(redis.pid, SIGSTOP)
-    else:
-        redis.stop()
-    shop.release("ack", "a")
+    with paused(redis.pid) if hung else stopped(redis):
+        for label in labels:
+            shop.release("ack", label)
 
-    # When the worker is told to stop
-    worker.terminate()
-
-    # Then it ends
-    try:
-        worker.wait(SOON_S)
-    finally:
-        if hung:
-            os.kill(redis.pid, SIGCONT)
-        else:
-            redis.start()
+        # Then they have soon ended
+        crew.stop(SOON_S)
 
     # And another one finds that the work is done
-    crew.start()
+    crew.start(heartbeat_ms=QUICK_MS)
     eventually(lambda: shop.owed() == 0, what=crew.output)
-    assert shop.books() == (1, 1, 1, 1)
-    assert shop.runs("a") == 1
+    assert shop.books() == (4, 4, 4, 4)
+    assert [shop.runs(label) for label in labels] == [1, 1, 1, 1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from tests.processes import WorkerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
 MODULE = "tests.faults.actors:broker"
 
@@ -22,12 +25,16 @@ class Crew:
         self,
         *,
         ready: bool = True,
-        heartbeat_ms: int = 1_000,
+        heartbeat_ms: int = 5_000,
         env: Mapping[str, str] | None = None,
         module: str = MODULE,
         **arguments: Any,
     ) -> WorkerProcess:
-        """Start one; it takes messages already if `ready`, else see `ready()`."""
+        """Start one; it takes messages already if `ready`, else see `ready()`.
+
+        A short heartbeat is for tests that wait for a sweep: a busy machine may make a living
+        worker miss it.
+        """
         worker = WorkerProcess(
             self.folder / f"worker-{len(self.workers) + 1}.log",
             module=module,
@@ -45,6 +52,13 @@ class Crew:
         self.ready()
         return pair
 
+    def pair_of_kinds(self, **arguments: Any) -> tuple[WorkerProcess, WorkerProcess]:
+        """Start one of threads and one of greenlets, side by side."""
+        threads = self.start(ready=False, kind="threads", **arguments)
+        greenlets = self.start(ready=False, kind="gevent", **arguments)
+        self.ready()
+        return threads, greenlets
+
     def ready(self) -> None:
         for worker in self.workers:
             if worker.returncode is None:
@@ -56,6 +70,14 @@ class Crew:
 
     def output(self) -> str:
         return "\n".join(worker.output() for worker in self.workers)
+
+    def stop(self, deadline_s: float) -> None:
+        """Ask all of them to stop, and wait until they have ended in good order."""
+        for worker in self.workers:
+            worker.terminate()
+        deadline = monotonic() + deadline_s
+        for worker in self.workers:
+            assert worker.wait(max(0.0, deadline - monotonic())) == 0, worker.output()
 
     def kill(self) -> None:
         for worker in self.workers:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-
-from tests.processes import WorkerProcess
-from tests.servers import Servers
 
 from .crew import Crew
 from .shop import Shop
 from .signals import VARIABLE, signals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.processes import WorkerProcess
+    from tests.servers import Servers
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A proxy in front of a server that loses one answer: what was asked was done, nobody hears of it."""
+"""A proxy in front of Redis that loses an answer: what was asked was done, and nobody hears of it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import socket
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Self
-
-Address = str | tuple[str, int]
+from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Hands bytes on between clients and one server, on Unix or TCP sockets.
+    """Hands bytes on between clients and the server of a redis:// URL."""
 
-    Arguments:
-      server: the address of the server.
-      own: where it listens itself; an address of the same kind.
-    """
-
-    def __init__(self, server: Address, own: Address) -> None:
-        self.server = server
-        self.lost = Event()
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._server = (address.hostname, address.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self._marker: bytes | None = None
-        self._sockets: list[socket.socket] = []
-        self._listener = self._socket()
-        self._listener.bind(own)
-        self._listener.listen()
-
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        #: Whether the answer was lost.
+        self.lost = Event()
 
     def lose_answer_with(self, marker: bytes) -> None:
         """Do not deliver the next answer that contains `marker`, and hang up."""
@@ -42,21 +31,15 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for one in (self._listener, *self._sockets):
-            _hang_up(one)
-
-    def _socket(self) -> socket.socket:
-        return socket.socket(socket.AF_UNIX if isinstance(self.server, str) else socket.AF_INET)
+        _hang_up(self._listener)
 
     def _accept(self) -> None:
         with suppress(OSError):  # the end of the test closes the listener
             while True:
                 client, _ = self._listener.accept()
-                server = self._socket()
-                self._sockets += [client, server]
-                server.connect(self.server)
+                server = socket.create_connection(self._server)
                 Thread(target=self._ask, args=(client, server), daemon=True).start()
-                Thread(target=self._answer, args=(server, client), daemon=True).start()
+                Thread(target=self._answer, args=(client, server), daemon=True).start()
 
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError):
@@ -64,7 +47,7 @@ class Proxy:
                 server.sendall(data)
         _hang_up(server)
 
-    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+    def _answer(self, client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError):
             while data := server.recv(65_536):
                 if self._marker is not None and self._marker in data:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 import psycopg2
 import redis
 
+from tests.processes import eventually
+
 from .actors import NAMESPACE, SKU, broker, sell
 from .signals import signals
 
 if TYPE_CHECKING:
     from dramatiq import Actor, Message
 
+    from tests.processes import WorkerProcess
     from tests.servers import Servers
 
 
@@ -21,7 +24,7 @@ class Shop:
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
-        self.redis = redis.Redis.from_url(servers.redis.url, decode_responses=False)
+        self.redis: Any = redis.Redis.from_url(servers.redis.url)
         self.pieces = 1_000
         self.sql("INSERT INTO stock VALUES (%s, %s)", SKU, self.pieces)
 
@@ -51,6 +54,20 @@ class Shop:
     def retries(self, label: str) -> list[int]:
         """The number of retries that each delivery of the message carried."""
         return [int(note) for _, _, note in self.reached("begin", label)]
+
+    def hang_up(self, whom: str = "backend_type = 'client backend'") -> None:
+        """Let PostgreSQL cut connections, and wait until that is done."""
+        others = f"FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND {whom}"
+        assert self.sql(f"SELECT count(pg_terminate_backend(pid)) {others}")
+        eventually(lambda: self.sql(f"SELECT count(*) {others}") == 0)
+
+    def expect_goes_on(self, worker: WorkerProcess) -> None:
+        """I8: the only thread of a worker takes the next message with a clean connection."""
+        self.send("next", max_retries=0)
+        eventually(lambda: self.owed() == 0, what=worker.output)
+        assert self.orders("next") == 1
+        assert self.runs("next") == 1
+        assert self.open_transactions() == 0
 
     def open_transactions(self) -> int:
         return int(self.sql("SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%%'"))
