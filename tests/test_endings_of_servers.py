@@ -177,7 +177,7 @@ def test_a_transaction_that_grows_too_old_fails_and_hears_of_the_option(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given an actor that no time limit stops, and a server that ends its transaction
-    monkeypatch.setattr("middleware.idempotent.TRANSACTION_GRACE_MS", 100)
+    monkeypatch.setattr("middleware.performer.TRANSACTION_GRACE_MS", 100)
 
     @stage.actor(time_limit=100)
     def write(label: str) -> None:

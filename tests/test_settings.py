@@ -29,6 +29,8 @@ DEFAULTS = {
     "KEEPALIVES_INTERVAL_S": 5,
     "KEEPALIVES_COUNT": 3,
     "PGBOUNCER": False,
+    "REDIS_WINDOW": 10_000,
+    "MAX_MESSAGE_BYTES": 1_048_576,
     "PORT": 8_000,
 }
 
@@ -115,6 +117,8 @@ def test_a_file_beside_the_settings_is_read(environment: pytest.MonkeyPatch, tmp
         ("KEEPALIVES_INTERVAL_S", "\u0665"),
         ("KEEPALIVES_COUNT", "1000"),
         ("PGBOUNCER", "perhaps"),
+        ("REDIS_WINDOW", "0"),
+        ("MAX_MESSAGE_BYTES", "1MiB"),
         ("PORT", "65536"),
         ("ONETAKE_ENV_FILE", "/does/not/exist"),
     ],
