@@ -72,6 +72,17 @@ class InexactError(Exception):
     """A run did not do each message once; the text says what was found."""
 
 
+def message_of(contender: Contender, number: int, **options: str) -> dramatiq.Message[None]:
+    """The message that takes one piece of an article, another one each time."""
+    return dramatiq.Message(
+        queue_name="default",
+        actor_name=contender.actor,
+        args=(f"SKU-{number % ARTICLES + 1}", str(uuid4())),
+        kwargs={},
+        options=options,
+    )
+
+
 class Bench:
     """Two servers that stand still, to run contenders on one after the other.
 
@@ -82,6 +93,7 @@ class Bench:
 
     def __init__(self, database_url: str, redis_url: str, folder: Path) -> None:
         self.folder = folder
+        self.database_url = database_url
         self.environment = {
             **os.environ,
             "DATABASE_URL": database_url,
@@ -95,7 +107,7 @@ class Bench:
         self.valkey = psutil.Process(self.redis.info("server")["process_id"])
         self.postgresql = psutil.Process(self.connection.info.backend_pid).parents()[0]
         for setting in ("fsync", "synchronous_commit"):
-            if self._value(f"SHOW {setting}") != "on":
+            if self.value(f"SHOW {setting}") != "on":
                 raise RuntimeError(f"{setting} is off: what is not durable is not worth measuring.")
 
     def close(self) -> None:
@@ -118,7 +130,7 @@ class Bench:
           InexactError: afterwards a message is missing, doubled, or left over.
           TimeoutError: the workers did not finish within `RUN_DEADLINE_S`.
         """
-        self._prepare(contender)
+        self.prepare(contender)
         self._enqueue(contender, messages)
         log = self.folder / f"{contender.actor}.log"
         with workers(contender.module, self.environment, log) as master:
@@ -127,36 +139,31 @@ class Bench:
                 self._wait_until_left(messages - int(messages * share), master, log)
                 marks.append(self._spent(contender, master))
             self._wait_until_left(0, master, log)
-        self._check(contender, messages)
+        self.check(contender, messages)
         wall_s, busy_s, keys, *parts_s = (end - start for start, end in zip(*marks, strict=True))
         elsewhere = max(0.0, busy_s - sum(parts_s)) / (wall_s * CORES)
         workers_us, postgresql_us, valkey_us = (part_s / keys * 1e6 for part_s in parts_s)
-        return Run(self._rate(contender), workers_us, postgresql_us, valkey_us, elsewhere)
+        return Run(self.rate(contender), workers_us, postgresql_us, valkey_us, elsewhere)
 
-    def _prepare(self, contender: Contender) -> None:
+    def prepare(self, contender: Contender) -> None:
+        """Empty Redis and the tables, and fill the stock."""
         self.redis.flushdb()
         if contender.key_columns:
-            self._execute(f"CREATE TABLE IF NOT EXISTS {contender.key_table} ({contender.key_columns})")
-        self._execute(f"TRUNCATE stock, orders, {contender.key_table}")
-        self._execute(
+            self.execute(f"CREATE TABLE IF NOT EXISTS {contender.key_table} ({contender.key_columns})")
+        self.execute(f"TRUNCATE stock, orders, outbox_messages, {contender.key_table}")
+        self.execute(
             "INSERT INTO stock SELECT 'SKU-' || number, %s FROM generate_series(1, %s) AS number",
             *(START_QUANTITY, ARTICLES),
         )
-        self._execute("VACUUM ANALYZE stock")
-        self._execute("CHECKPOINT")
+        self.execute("VACUUM ANALYZE stock")
+        self.execute("CHECKPOINT")
 
     def _enqueue(self, contender: Contender, messages: int) -> None:
         """Write the messages as Dramatiq's broker does, many in one exchange."""
         with self.redis.pipeline(transaction=False) as pipeline:
             for number in range(messages):
                 redis_id = str(uuid4())
-                message = dramatiq.Message[None](
-                    queue_name="default",
-                    actor_name=contender.actor,
-                    args=(f"SKU-{number % ARTICLES + 1}", str(uuid4())),
-                    kwargs={},
-                    options={"redis_message_id": redis_id},
-                )
+                message = message_of(contender, number, redis_message_id=redis_id)
                 pipeline.hset(f"{QUEUE}.msgs", redis_id, message.encode())
                 pipeline.rpush(QUEUE, redis_id)
             pipeline.execute()
@@ -174,40 +181,51 @@ class Bench:
         machine = psutil.cpu_times()
         busy_s = machine.user + machine.nice + machine.system
         parts_s = (cpu_s(master), cpu_s(self.postgresql), cpu_s(self.valkey))
-        return time.monotonic(), busy_s, self._keys(contender), *parts_s
+        return time.monotonic(), busy_s, self.keys(contender), *parts_s
 
-    def _keys(self, contender: Contender) -> int:
-        return int(self._value(f"SELECT count(*) FROM {contender.key_table}"))
+    def keys(self, contender: Contender) -> int:
+        """How many messages are done."""
+        return int(self.value(f"SELECT count(*) FROM {contender.key_table}"))
 
-    def _check(self, contender: Contender, messages: int) -> None:
-        keys = self._keys(contender)
-        taken = self._value("SELECT %s - sum(quantity) FROM stock", ARTICLES * START_QUANTITY)
-        wrong_articles = self._value(
+    def check(self, contender: Contender, messages: int) -> None:
+        """Every message was done once, and nothing is left.
+
+        Raises:
+          InexactError: says what was found instead.
+        """
+        keys = self.keys(contender)
+        taken = self.value("SELECT %s - sum(quantity) FROM stock", ARTICLES * START_QUANTITY)
+        wrong_articles = self.value(
             "SELECT count(*) FROM stock WHERE %s - quantity <> (%s + %s - substr(sku, 5)::integer) / %s",
             *(START_QUANTITY, messages, ARTICLES, ARTICLES),
         )
-        left_over = self.redis.keys(f"{QUEUE}*")
+        left_over = [*self.redis.keys(f"{QUEUE}*")]
+        if owed := self.value("SELECT count(*) FROM outbox_messages"):
+            left_over.append(f"{owed} rows of the ledger")
         if keys != messages or taken != messages or wrong_articles or left_over:
             raise InexactError(
                 f"{contender.name} was sent {messages} messages; afterwards there are {keys} keys "
                 f"and {taken} decrements, {wrong_articles} articles have a wrong quantity, and "
-                f"left over in Redis is {left_over or 'nothing'}."
+                f"left over is {left_over or 'nothing'}."
             )
 
-    def _rate(self, contender: Contender) -> float:
-        messages, seconds = self._execute(
+    def rate(self, contender: Contender, window: tuple[float, float] = WINDOW) -> float:
+        """Messages per second, by the times of the keys in a window: shares of all messages."""
+        messages, seconds = self.execute(
             "SELECT max(place) - min(place), extract(epoch FROM max(moment) - min(moment))"
             " FROM (SELECT processed_at AS moment, row_number() OVER (ORDER BY processed_at) AS place,"
             f"             count(*) OVER () AS messages FROM {contender.key_table}) AS done"
             " WHERE place BETWEEN messages * %s AND messages * %s",
-            *WINDOW,
+            *window,
         )[0]
         return float(messages / seconds)
 
-    def _execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+    def execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """The rows that a statement returns, in autocommit."""
         with self.connection.cursor() as cursor:
             cursor.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else []
 
-    def _value(self, statement: str, *values: object) -> Any:
-        return self._execute(statement, *values)[0][0]
+    def value(self, statement: str, *values: object) -> Any:
+        """The first column of the first row."""
+        return self.execute(statement, *values)[0][0]

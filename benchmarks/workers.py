@@ -1,4 +1,4 @@
-"""The worker processes of a benchmark: two of four threads each."""
+"""The processes of a benchmark: two workers of four threads each, and a relay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,29 @@ def workers(module: str, environment: Mapping[str, str], log: Path) -> Iterator[
     Returns:
       The master process, whose children do the work.
     """
-    command = [sys.executable, "-m", "dramatiq", module, "--processes", "2", "--threads", "4"]
+    options = ("--processes", "2", "--threads", "4")
+    with process(["-m", "dramatiq", module, *options], environment, log) as master:
+        yield master
+
+
+@contextmanager
+def relay(environment: Mapping[str, str], log: Path) -> Iterator[psutil.Popen]:
+    """A relay that is at work; it is stopped at the end. Arguments as for `workers`."""
+    with process(["manage.py", "relay"], environment, log) as master:
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        while "relay is at work" not in log.read_text():
+            if master.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"The relay did not start. It printed:\n{log.read_text()[-4_000:]}")
+            time.sleep(0.05)
+        yield master
+
+
+@contextmanager
+def process(arguments: list[str], environment: Mapping[str, str], log: Path) -> Iterator[psutil.Popen]:
+    """Python with some arguments, in a process that is stopped at the end, whatever happens."""
+    command = [sys.executable, *arguments]
     with log.open("wb") as output:
-        # A session of their own: Ctrl-C reaches the benchmark, which then stops them in order.
+        # A session of its own: Ctrl-C reaches the benchmark, which then stops it in order.
         master = psutil.Popen(
             command,
             cwd=REPOSITORY,
