@@ -22,7 +22,7 @@ from dramatiq.errors import ConnectionClosed, DecodeError
 
 from . import payload
 from .delivery import Delivery
-from .errors import InvalidMessage
+from .errors import InvalidKey, InvalidMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -182,7 +182,7 @@ class DurableConsumer(Consumer):
         try:
             message: Message[Any] = Message.decode(raw)
             payload.check_fields(message)
-        except (DecodeError, InvalidMessage) as error:
+        except (DecodeError, InvalidMessage, InvalidKey) as error:
             reason = error.error if isinstance(error, DecodeError) else error
             logger.error(
                 "Message %s of queue %r cannot be worked with and is a dead letter: %s",
@@ -199,8 +199,9 @@ class DurableConsumer(Consumer):
     def ack(self, message: MessageProxy) -> None:
         """The delivery has ended; only what is settled is acknowledged (T22)."""
         assert isinstance(message, Delivery)
-        # What the stock thread moved out of the delay queue is in its queue by now.
-        if message.settled or self.delayed:
+        # What the stock thread moved, when its time had come, is in its queue by now; no worker
+        # thread ever gets a message with an eta.
+        if message.settled or self.delayed or "eta" in message.options:
             self._end(self.acks, message.redis_id, soon=message.unguarded)
         elif message._exception is not None and not message.given_back:
             logger.error(

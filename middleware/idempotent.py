@@ -24,7 +24,6 @@ from .ends import End, judge
 from .errors import GivenBack, NoDelivery, PayloadMismatch, PermanentError
 from .inbox import Claim, Inbox, KeyTaken, Limits, Processed, Stage
 from .outage import Outage
-from .stack import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -279,7 +278,7 @@ class Consumer:
         """Whether the result is stored beside the key: a business key's is, or one for Results."""
         if "idempotency_key" in message.options:
             return True
-        results = find(self.broker, Results)
-        default = results is not None and results.store_results
+        # An application may have added a Results of its own beside the one that is there.
+        default = any(m.store_results for m in self.broker.middleware if isinstance(m, Results))
         stores = self.actor.options.get("store_results", default)
         return bool(message.options.get("store_results", stores))

@@ -150,6 +150,7 @@ def check_fields(message: Message[Any]) -> None:
 
     Raises:
       InvalidMessage: names the field, its type and the right one (T21).
+      InvalidKey: its business key cannot be stored.
     """
     for name, types in _TYPES.items():
         if not isinstance(getattr(message, name), types):
@@ -161,6 +162,8 @@ def check_fields(message: Message[Any]) -> None:
             continue
         if type(value) not in (int, float) or value < 0:
             raise InvalidMessage(f"Option {name} is {value!r}; it must be a number of at least 0.")
+    if "idempotency_key" in message.options:
+        valid_key(message.options["idempotency_key"], "idempotency_key", f"message {message.message_id!r}")
     throws = message.options.get("throws") or ()
     if not all(isinstance(one, type) for one in (throws if isinstance(throws, tuple) else (throws,))):
         raise InvalidMessage(f"Option throws is {throws!r}; it must be an exception class or several.")
