@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
 
 from environs import Env, EnvError
 
@@ -20,7 +21,11 @@ _DAY_MS = 86_400_000
 
 _env = Env()
 _file = os.environ.get("ONETAKE_ENV_FILE", str(Path(__file__).with_name(".env")))
-if _file and not _env.read_env(_file, recurse=False) and "ONETAKE_ENV_FILE" in os.environ:
+try:
+    _is_read = bool(_file) and bool(_env.read_env(_file, recurse=False))
+except (OSError, ValueError) as _error:
+    raise EnvError(f"{_file!r} cannot be read ({_error}): make it a text file in UTF-8.") from _error
+if _file and not _is_read and "ONETAKE_ENV_FILE" in os.environ:
     raise EnvError(
         f"ONETAKE_ENV_FILE is {_file!r}, and there is no such file. "
         f"Name one that exists, or set it to nothing to read none."
@@ -65,7 +70,20 @@ def _url(name: str, schemes: tuple[str, ...], example: str) -> str | None:
             f"{name} is '{shown}...'; it must be a URL that starts with "
             f"{' or '.join(f'{scheme}://' for scheme in schemes)}, for example {example}"
         )
+    try:
+        _check_parts(urlsplit(text))
+    except ValueError:
+        raise EnvError(
+            f"{name} is no URL that can be read: the host, the port (a number) or, for Redis, the database "
+            f"(a number) is wrong, or a character must be written as %XX; a right one is {example}"
+        ) from None
     return text or None
+
+
+def _check_parts(url: SplitResult) -> None:
+    _ = url.port  # raises where it is no number
+    if url.scheme in ("redis", "rediss") and not re.fullmatch(r"(/[0-9]*)?", url.path):
+        raise ValueError
 
 
 DATABASE_URL = _url(

@@ -29,12 +29,19 @@ def servers(folder: AbstractContextManager[Folder]) -> Iterator[list[Server]]:
         if settings.DATABASE_URL is None or settings.REDIS_URL is None:
             home = stack.enter_context(folder)
             if settings.DATABASE_URL is None:
+                _forget_the_servers_of_the_shell()
                 started.append(stack.enter_context(PostgreSQL(home)))
                 settings.DATABASE_URL = started[-1].url
             if settings.REDIS_URL is None:
                 started.append(stack.enter_context(Valkey(home)))
                 settings.REDIS_URL = started[-1].url
         yield started
+
+
+def _forget_the_servers_of_the_shell() -> None:
+    """Else libpq would take PGPORT, PGSERVICE and the like for this server too."""
+    for name in [name for name in os.environ if name.startswith("PG") and name != "PGBOUNCER"]:
+        del os.environ[name]
 
 
 def environment() -> dict[str, str]:

@@ -20,7 +20,8 @@ LIBRARIES = f"{PACKAGE}.libs"
 
 #: Where the path of a Unix socket has no room in the folder of the server.
 SHORT_FOLDER = Path("/tmp")  # noqa: S108
-SOCKET = ".s.PGSQL.5432"
+PORT = 5432
+SOCKET = f".s.PGSQL.{PORT}"
 SOCKET_PATH_LIMIT_BYTES = 103  # 107 on Linux
 
 
@@ -50,7 +51,8 @@ class PostgreSQL(Server):
 
     @property
     def url(self) -> str:
-        return f"postgresql://postgres@/postgres?host={quote(str(self._sockets), safe='')}"
+        # With its port, or libpq would take the one in PGPORT.
+        return f"postgresql://postgres@/postgres?host={quote(str(self._sockets), safe='')}&port={PORT}"
 
     def prepare(self) -> list[str | Path]:
         postgres = self.folder.program(PACKAGE, f"{INSTALLED}/bin/postgres", INSTALLED, LIBRARIES)

@@ -23,7 +23,7 @@ from dramatiq.errors import ConnectionClosed, DecodeError
 from . import payload
 from .delivery import Delivery, Owed
 from .ends import is_of_the_server
-from .errors import InvalidMessage
+from .errors import InvalidKey, InvalidMessage
 from .ledger import letter_of
 from .settlement import settle
 
@@ -196,7 +196,7 @@ class DurableConsumer(Consumer):
         try:
             message = Message.decode(raw)
             payload.check_fields(message)
-        except (DecodeError, InvalidMessage) as error:  # T21
+        except (DecodeError, InvalidMessage, InvalidKey) as error:  # T21
             reason = error.error if isinstance(error, DecodeError) else error
             logger.error(
                 "Message %s of queue %r cannot be worked with and is a dead letter: %s",
@@ -245,7 +245,9 @@ class DurableConsumer(Consumer):
     def ack(self, message: MessageProxy) -> None:
         """The delivery has ended; only what is settled is acknowledged (T22)."""
         assert isinstance(message, Delivery)
-        if self.delayed:  # without a ledger: what the stock thread moved is in its queue by now
+        # Without a ledger: what the stock thread moved, when its time had come, is in its queue by now;
+        # no worker thread ever gets a message with an eta.
+        if self.delayed or "eta" in message.options:
             message.settled = True
         if not message.settled and not message.given_back:
             settle(self.broker, message)

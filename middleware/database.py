@@ -34,7 +34,8 @@ class Database(peewee.PostgresqlDatabase):
     connects again. A connection that was opened before a fork stays with the parent (T18).
 
     Arguments:
-      url: a URL or DSN of libpq; None to import without one, then the first connection raises.
+      url: a postgresql:// URL; None to import without one, then the first connection raises unless
+        `init` has given it one.
       lock_timeout_ms: how long a statement waits for a lock, 0: for ever.
       idle_limit_ms: how long a transaction may be silent between two statements, 0: for ever.
       transaction_timeout_ms: how old a transaction may grow where the server knows this limit
@@ -67,13 +68,12 @@ class Database(peewee.PostgresqlDatabase):
         url_variable: str = "DATABASE_URL",
         **options: Any,
     ) -> None:
-        self.url = url
         self.url_variable = url_variable
         self.lock_timeout_ms = lock_timeout_ms
         self.limits = Limits(idle_limit_ms, transaction_timeout_ms)
         self.pgbouncer = pgbouncer
         super().__init__(
-            _for_libpq(url) if url else "unset",
+            url,
             connection_factory=GuardedConnection,
             cursor_factory=GuardedCursor,
             connect_timeout=connect_timeout_s,
@@ -86,6 +86,11 @@ class Database(peewee.PostgresqlDatabase):
         )
         wait_callback.install()
         _databases.add(self)
+
+    def init(self, database: str | None, **options: Any) -> None:  # type: ignore[override] # peewee has no types
+        """Give the database its URL, as peewee's `init` does."""
+        self.url = database
+        super().init(_for_libpq(database) if database else "unset", **options)
 
     @staticmethod
     def of(model: type[peewee.Model]) -> Database:

@@ -68,11 +68,18 @@ class Ledger:
             f"due_at = excluded.due_at, published_at = NULL, refused = NULL "
             f"WHERE owed.attempt < excluded.attempt"
         )
+        # Rows come and go all the time.
+        self.vacuum_early = (
+            f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0.02, "
+            f"autovacuum_vacuum_threshold = 1000)"
+        )
         of_row = "WHERE message_id = %s AND actor_name = %s"
         self.delete = f"DELETE FROM {table} {of_row} AND attempt <= %s"
         batch = "(SELECT unnest(%s::text[]), unnest(%s::text[]), unnest(%s::int[]))"
+        # Without statistics the planner would sort the whole backlog for each batch.
+        ordered = "; ".join(f"SET LOCAL enable_{way} = off" for way in ("seqscan", "bitmapscan", "sort"))
         self.mark = (
-            f"UPDATE {table} owed SET published_at = now(), refused = NULL "
+            f"{ordered}; UPDATE {table} owed SET published_at = now(), refused = NULL "
             f"FROM (SELECT message_id, actor_name FROM {table} WHERE published_at IS NULL "
             f"AND due_at <= now() - make_interval(secs => %s) AND queue_name <> ALL(%s::text[]) "
             f"ORDER BY due_at LIMIT %s FOR UPDATE SKIP LOCKED) due "

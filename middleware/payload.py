@@ -167,6 +167,7 @@ def check_fields(message: Message[Any]) -> None:
 
     Raises:
       InvalidMessage: names the field, its type and the right one (T21).
+      InvalidKey: its business key cannot be stored.
     """
     for name, types in _TYPES.items():
         if not isinstance(getattr(message, name), types):
@@ -177,6 +178,8 @@ def check_fields(message: Message[Any]) -> None:
             valid_key(getattr(message, name), name, "the message")
         except InvalidKey as error:
             raise InvalidMessage(str(error)) from None
+    if "idempotency_key" in message.options:
+        valid_key(message.options["idempotency_key"], "idempotency_key", f"message {message.message_id!r}")
     _check_options(message.options)
 
 

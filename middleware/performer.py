@@ -14,7 +14,6 @@ from .delivery import Delivery, current
 from .ends import End, judge
 from .errors import GivenBack, NoDelivery, PayloadMismatch, PermanentError
 from .inbox import Claim, KeyTaken, Limits, Processed, Stage
-from .stack import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,6 +183,7 @@ class Performer:
         """Whether the result is stored beside the key: a business key's is, or one for Results."""
         if "idempotency_key" in delivery.options:
             return True
-        results = find(self.broker, Results)
-        stores = self.actor.options.get("store_results", results is not None and results.store_results)
+        # An application may have added a Results of its own beside the one that is there.
+        default = any(m.store_results for m in self.broker.middleware if isinstance(m, Results))
+        stores = self.actor.options.get("store_results", default)
         return bool(delivery.options.get("store_results", stores))

@@ -23,7 +23,7 @@ def migrate(broker: DurableRedisBroker) -> list[str]:
     statements: list[str] = []
     if broker.ledger is not None:
         models += [broker.ledger.outbox, broker.ledger.dead_letters]
-        statements = index_statements(broker.ledger)
+        statements = [*index_statements(broker.ledger), broker.ledger.vacuum_early]
     database = broker.guard.database
     with database.atomic():
         database.execute_sql(

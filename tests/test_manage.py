@@ -146,7 +146,8 @@ def test_sample_data_can_be_loaded_again(clean: Servers) -> None:
     [
         ({"LOCK_TIMEOUT_MS": "soon"}, r"LOCK_TIMEOUT_MS is 'soon'; .* for example 2000"),
         ({"DATABASE_URL": "postgresql://127.0.0.1:1/x"}, r"refused[^$]*DATABASE_URL right"),
-        ({"DATABASE_URL": "postgresql://[::1/x"}, r"DATABASE_URL right"),
+        ({"DATABASE_URL": "postgresql://[::1/x"}, r"DATABASE_URL is no URL that can be read"),
+        ({"REDIS_URL": "redis://localhost:abc/0"}, r"REDIS_URL is no URL that can be read"),
     ],
 )
 def test_what_cannot_work_is_a_sentence(env: dict[str, str], sentence: str) -> None:
