@@ -89,7 +89,9 @@ class Ledger:
         )
         # T38: rows that a running claim has deleted are passed over, here as in `mark`.
         self.unmark = (
-            f"UPDATE {table} owed SET published_at = NULL FROM (SELECT message_id, actor_name FROM {table} "
+            f"UPDATE {table} owed SET published_at = NULL, "
+            f"due_at = greatest(due_at, now() + make_interval(secs => %s::float8)) "
+            f"FROM (SELECT message_id, actor_name FROM {table} "
             f"WHERE (message_id, actor_name, attempt) IN {batch} AND published_at IS NOT NULL "
             f"FOR UPDATE SKIP LOCKED) lost "
             f"WHERE (owed.message_id, owed.actor_name) = (lost.message_id, lost.actor_name)"
@@ -188,10 +190,16 @@ class Ledger:
         messages = {Owed(*row[:3]): bytes(row[3]) for row in found}
         return [row._replace(message=messages[row.owed]) for row in rows if row.owed in messages]
 
-    def give_back(self, owed: Iterable[Owed]) -> int:
-        """Unmark rows that did not reach Redis, or are no longer there; returns how many were."""
-        columns = [list(column) for column in zip(*owed, strict=True)]
-        return int(self.database.execute_sql(self.unmark, columns).rowcount) if columns else 0
+    def give_back(self, owed: Iterable[Owed], later_s: float | None = None) -> int:
+        """Unmark rows that did not reach Redis, or are no longer there; returns how many were.
+
+        Arguments:
+          later_s: not before so many seconds from now; None: they are due as they were.
+        """
+        columns: list[Any] = [list(column) for column in zip(*owed, strict=True)]
+        if not columns:
+            return 0
+        return int(self.database.execute_sql(self.unmark, [later_s, *columns]).rowcount)
 
     def set_aside(self, owed: Owed, reason: str) -> None:
         """A row that Redis cannot take stops nobody; it is tried again in a minute."""

@@ -60,6 +60,7 @@ class Performer:
             current.fail(delivery)
             if isinstance(error, PermanentError):  # Dramatiq logs only the name of what an actor `throws`
                 logger.error("Message %r is a dead letter. %s", delivery.message_id, error)
+                delivery.options.pop("throws", None)  # it would hide what the actor throws
             raise
 
     def perform(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:

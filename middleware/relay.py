@@ -39,6 +39,10 @@ AWAY_S = 0.5
 IDS = 1_000
 
 
+class _RedisIsFull(Exception):
+    """Redis has no memory for what it was given."""
+
+
 class Relay:
     """What moves messages from the ledger to Redis; any number may run at once.
 
@@ -92,6 +96,12 @@ class Relay:
                 count += self._push(self.ledger.with_messages(chunk))
                 del left[: len(chunk)]
             self.broker.outage.ends()
+        except _RedisIsFull:
+            self.ledger.give_back(row.owed for row in left)
+            self.batch = max(1, self.batch // 2)
+            # What a connection has sent counts as memory, and might be what is missing (T33).
+            self.broker.client.connection_pool.disconnect(inuse_connections=False)
+            return 0
         except redis.RedisError:
             self.ledger.give_back(row.owed for row in left)
             self.batch = max(1, self.batch // 2)
@@ -102,11 +112,13 @@ class Relay:
     def _push(self, rows: list[Row]) -> int:
         arguments = [part for row in rows for part in (row.queue_name, row.owed.redis_id, row.message)]
         answers = self.broker.call("publish", self.broker.redis_window, *arguments)
-        refused, trouble = [], ""
+        refused, too_much, trouble = [], [], ""
         for row, answer in zip(rows, (answer.decode() for answer in answers), strict=True):
-            if answer == "full" or answer.startswith("OOM"):
+            if answer == "full":
                 self._full.add(row.queue_name)
                 refused.append(row.owed)
+            elif answer.startswith("OOM"):
+                too_much.append(row.owed)
             elif answer.startswith("WRONGTYPE"):  # the queue's own fault: it must not stop the others
                 logger.error(
                     "Message %r of actor %r cannot be published and is set aside for a minute: %s",
@@ -119,8 +131,11 @@ class Relay:
                 refused.append(row.owed)
                 trouble = answer
         self.ledger.give_back(refused)
+        self.ledger.give_back(too_much, later_s=1.0)  # what is smaller may fit: it comes first
         if trouble:
             raise redis.ResponseError(trouble)
+        if too_much:
+            raise _RedisIsFull
         return len(rows) - len(refused)
 
     def audit(self) -> int:
