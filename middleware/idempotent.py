@@ -137,6 +137,7 @@ class Consumer:
         except PermanentError as error:
             # Dramatiq logs only the name of an error that an actor `throws`.
             logger.error("Message %r is a dead letter. %s", message.message_id, error)
+            message.options.pop("throws", None)  # it would hide what the actor throws
             raise
 
     def perform(self, message: MessageProxy, args: Any, kwargs: Any) -> Any:
