@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import dramatiq
-import pytest
+from dramatiq.encoder import PickleEncoder
 from dramatiq.middleware import AgeLimit, Callbacks, Middleware, Pipelines, TimeLimit
 
 from .processes import eventually
@@ -17,6 +17,7 @@ from .processes import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import pytest
     from dramatiq import Message
 
     from .stage import Stage
@@ -39,6 +40,27 @@ def test_an_error_that_the_actor_throws_is_a_dead_letter_at_once(stage: Stage) -
     # Then nothing is stored and no retry was spent
     assert "retries" not in stage.only("dead").options
     assert stage.stored() == ([], [])
+
+
+def test_a_permanent_error_is_final_whatever_the_message_throws(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an encoder that carries classes, and a message that brings its own final errors
+    monkeypatch.setattr("dramatiq.message.global_encoder", PickleEncoder())
+
+    @stage.actor()
+    def write(label: str) -> None:
+        stage.effect(label)
+        stage.database.commit()
+
+    # When its body tries to end the transaction
+    with stage.worker():
+        message = write.send_with_options(args=("a",), throws=KeyError)
+        stage.expect_in_redis(dead=[message])
+
+    # Then that is final too
+    assert stage.stored() == ([], [])
+    assert "retries" not in stage.only("dead").options
 
 
 def test_an_error_that_retry_when_declines_is_a_dead_letter_at_once(stage: Stage) -> None:
@@ -199,78 +221,72 @@ def encoded(message: Message[Any], **fields: Any) -> bytes:
     return json.dumps({**message.asdict(), **fields}).encode()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda _: b"\xff\x00", id="bytes"),
-        pytest.param(lambda _: b"[]", id="list"),
-        pytest.param(lambda _: b"null", id="null"),
-        pytest.param(lambda _: b'"text"', id="string"),
-        pytest.param(lambda _: b"{}", id="no fields"),
-        pytest.param(lambda _: b"[" * 100_000, id="too deep"),
-        pytest.param(lambda message: encoded(message, options=None), id="options"),
-        pytest.param(lambda message: encoded(message, args=None), id="args"),
-        pytest.param(lambda message: encoded(message, kwargs=[]), id="kwargs"),
-        pytest.param(lambda message: encoded(message, message_id=5), id="message_id"),
-        pytest.param(lambda message: encoded(message, actor_name=[]), id="actor_name"),
-        pytest.param(lambda message: encoded(message, queue_name=None), id="queue_name"),
-        pytest.param(lambda message: encoded(message, message_timestamp="now"), id="timestamp"),
-        pytest.param(lambda message: encoded(message, surplus=1), id="surplus field"),
-    ],
-)
-def test_a_message_that_cannot_be_decoded_is_a_dead_letter_and_its_fetch_is_kept_t21(
-    stage: Stage, damage: Callable[[Message[Any]], bytes]
-) -> None:
-    # Given such a message between two good ones
+#: What nobody can decode, or work with.
+DAMAGED: list[Callable[[Message[Any]], bytes]] = [
+    lambda _: b"\xff\x00",
+    lambda _: b"[]",
+    lambda _: b"null",
+    lambda _: b'"text"',
+    lambda _: b"{}",
+    lambda _: b"[" * 100_000,
+    lambda message: encoded(message, options=None),
+    lambda message: encoded(message, args=None),
+    lambda message: encoded(message, kwargs=[]),
+    lambda message: encoded(message, message_id=5),
+    lambda message: encoded(message, actor_name=[]),
+    lambda message: encoded(message, queue_name=None),
+    lambda message: encoded(message, message_timestamp="now"),
+    lambda message: encoded(message, surplus=1),
+]
+#: What Retries, TimeLimit, AgeLimit and the worker cannot compute with.
+ODD_OPTIONS: list[dict[str, Any]] = [
+    {"retries": "1"},
+    {"retries": None},
+    {"retries": -1},
+    {"max_retries": "many"},
+    {"min_backoff": []},
+    {"max_backoff": {}},
+    {"time_limit": "10"},
+    {"time_limit": -1},
+    {"max_age": "old"},
+    {"throws": "ValueError"},
+    {"throws": ["ValueError"]},
+]
+
+
+def test_messages_that_cannot_be_decoded_are_dead_letters_and_their_fetch_is_kept_t21(stage: Stage) -> None:
+    # Given such messages, and good ones between them
     @stage.actor()
     def write(label: str) -> None:
         stage.effect(label)
 
-    raw = damage(write.message("lost"))
-    write.send("a")
-    redis_id = put(stage, raw)
-    write.send("b")
+    damaged = {}
+    for damage in DAMAGED:
+        raw = damage(write.message("lost"))
+        damaged[put(stage, raw)] = raw
+        write.send("good")
 
-    # When all three come with one fetch
+    # When they come with one fetch
     with stage.worker():
         eventually(lambda: stage.redis.hlen("stage:default.msgs") == 0)
 
     # Then the good ones are performed, and the bytes are kept for whoever looks at them
-    assert stage.effects() == ["a", "b"]
-    assert list(stage.raw("dead").values()) == [raw]
-    assert list(stage.raw("dead")) == [redis_id]
+    assert stage.effects() == ["good"] * len(DAMAGED)
+    assert stage.raw("dead") == damaged
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"retries": "1"},
-        {"retries": None},
-        {"retries": -1},
-        {"max_retries": "many"},
-        {"min_backoff": []},
-        {"max_backoff": {}},
-        {"time_limit": "10"},
-        {"time_limit": -1},
-        {"max_age": "old"},
-        {"throws": "ValueError"},
-        {"throws": ["ValueError"]},
-    ],
-    ids=str,
-)
-def test_an_option_that_dramatiq_cannot_compute_with_is_a_dead_letter_i8(
-    stage: Stage, options: dict[str, Any]
-) -> None:
-    # Given one thread, and two messages with an option of a wrong type
+def test_an_option_that_dramatiq_cannot_compute_with_is_a_dead_letter_i8(stage: Stage) -> None:
+    # Given one thread, and messages with an option of a wrong type
     @stage.actor()
     def write(label: str) -> None:
         stage.effect(label)
         if label == "odd":
             raise ValueError("no")
 
-    odd = [write.message("odd") for _ in range(2)]
-    for message in odd:
-        put(stage, encoded(message, options=options))
+    odd = []
+    for options in ODD_OPTIONS:
+        odd.append(write.message("odd"))
+        put(stage, encoded(odd[-1], options=options))
     write.send("a")
 
     # When they are fetched, and another message after them

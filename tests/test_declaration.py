@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -212,7 +213,9 @@ class Cluster(Valkey):
     """A Valkey that is a cluster of its own."""
 
     def prepare(self) -> list[str | Path]:
-        return [*super().prepare(), "--cluster-enabled", "yes"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        return [*super().prepare(), "--cluster-enabled", "yes", "--cluster-port", str(port)]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import peewee
 import pytest
+from dramatiq.middleware import CurrentMessage
 
 from .processes import eventually
 
@@ -181,6 +182,30 @@ def test_a_body_that_swallowed_a_lock_timeout_is_given_back_t2_t11(stage: Stage)
     # Then it took effect, and nothing was decided before
     assert stage.effects() == ["a"]
     assert stage.seen("raised") == []
+
+
+def test_a_message_that_its_body_enqueues_again_is_given_back_all_the_same_t22(stage: Stage) -> None:
+    # Given a body that enqueues its own message for later, and then waits for a held table
+    stage.broker.add_middleware(CurrentMessage())
+
+    @stage.actor()
+    def write(label: str) -> None:
+        message = CurrentMessage.get_current_message()
+        assert message is not None
+        stage.broker.enqueue(message, delay=3_600_000)
+        stage.effect(label)
+
+    with stage.rival() as rival:
+        rival.execute("LOCK TABLE effects")
+        # When it is performed in vain
+        with stage.worker():
+            message = write.send("a")
+            eventually(lambda: stage.seen("skipped"))
+
+        # Then it is in its queue, beside what it has enqueued
+        places = stage.places()
+        assert places["waiting"] == [message.message_id]
+        assert set(places["delayed"]) == {message.message_id}
 
 
 def test_what_is_given_back_goes_to_the_end_of_its_queue(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psycopg2.extensions
-import pytest
 from psycopg2 import sql
 from psycopg2.extensions import AsIs
 
@@ -13,6 +13,8 @@ from .processes import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
     from middleware import Database
 
@@ -48,6 +50,13 @@ def one_phase_of_two(database: Database) -> None:
     connection.tpc_commit()
 
 
+#: What no guard can refuse.
+ELUSIVE: dict[str, Callable[[Database], Any]] = {
+    "another connection": another_connection,
+    "two-phase commit": one_phase_of_two,
+    "executemany": lambda database: database.cursor().executemany("COMMIT AND CHAIN", [()]),
+    "a parameter that is SQL": lambda database: database.execute_sql("%s", (AsIs("COMMIT"),)),
+}
 #: What is refused before it happens: neither key nor effect is stored.
 REFUSED: dict[str, Callable[[Database], Any]] = {
     "commit": lambda database: database.commit(),
@@ -101,86 +110,98 @@ NOTICED: list[Any] = [
 ]
 
 
-def is_a_dead_letter(stage: Stage, way: Callable[[Database], Any], *, swallows: bool) -> None:
-    """Perform a message whose body tries to escape, and another one on the same thread."""
+def by_text(texts: list[Any]) -> dict[str, Callable[[Database], Any]]:
+    """A way for each text, named after it."""
+    return {ascii(text): partial(send, text) for text in texts}
+
+
+def send(text: Any, database: Database) -> None:
+    database.execute_sql(text)
+
+
+def perform(stage: Stage, ways: dict[str, Callable[[Database], Any]]) -> list[str]:
+    """Perform two messages for each way, whose bodies look at the error of it, or do not.
+
+    Returns:
+      The labels of the messages that are not a dead letter without a retry; none of them, if all
+      is well, and between them messages that stay inside have taken effect.
+    """
 
     @stage.actor()
-    def write(label: str) -> None:
+    def write(label: str, way: str, *, swallows: bool) -> None:
         stage.effect(label)
-        if label == "escapes":
-            try:
-                way(stage.database)
-            except Exception:
-                if not swallows:
-                    raise
+        try:
+            ways[way](stage.database)
+        except Exception:
+            if not swallows:
+                raise
 
+    @stage.actor()
+    def stay(label: str) -> None:
+        stage.effect(label)
+
+    labels = set()
+    for way in ways:
+        for swallows in (False, True):
+            labels.add(label := f"{way}, {'swallowed' if swallows else 'raised'}")
+            write.send(label, way, swallows=swallows)
+        stay.send("stays")
     with stage.worker(threads=1):
-        message = write.send("escapes")
-        stage.expect_in_redis(dead=[message])
-        write.send("stays")
-        eventually(lambda: "stays" in stage.effects())
-        stage.expect_in_redis(dead=[message])
-    # No retry was spent: running it again might do it again.
-    assert stage.only("dead").options.get("retries", 0) == 0
+        eventually(lambda: len(stage.seen("raised")) + len(stage.seen("returned")) == 3 * len(ways), 30)
+        eventually(lambda: "in_hand" not in stage.places())
+    # Running one again might do it again.
+    dead = {message.args[0] for message in stage.messages("dead") if "retries" not in message.options}
+    assert stage.effects().count("stays") == len(ways)
+    return sorted(labels - dead)
 
 
-@pytest.mark.parametrize("swallows", [False, True], ids=["raises", "swallows"])
-@pytest.mark.parametrize("way", REFUSED)
-def test_ending_the_transaction_is_refused_and_a_dead_letter_at_once_i6_t3(
-    stage: Stage, caplog: pytest.LogCaptureFixture, way: str, swallows: bool
+def keys_of_dead_letters(stage: Stage) -> list[str]:
+    """The labels of the dead letters whose key is stored."""
+    keys = {key for _, key in stage.key_rows()}
+    return sorted(message.args[0] for message in stage.messages("dead") if message.message_id in keys)
+
+
+def effects_of_dead_letters(stage: Stage) -> list[str]:
+    """Their effects."""
+    return [label for label in stage.effects() if label not in ("stays", "elsewhere")]
+
+
+def test_ending_the_transaction_is_refused_and_a_dead_letter_at_once_i6_i8_t3(
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Given a body that ends its transaction, and may not look at the error
-    # When it is performed
-    is_a_dead_letter(stage, REFUSED[way], swallows=swallows)
+    # Given bodies that end their transaction
+    # When they are performed by one thread, others between them
+    assert perform(stage, REFUSED) == []
 
-    # Then neither key nor effect is there; the log says what to remove; the thread goes on (I8)
-    assert stage.effects() == ["stays"]
-    assert len(stage.key_rows()) == 1
-    assert "ended, or tried to end, the transaction" in caplog.text
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=ascii)
-def test_a_text_that_ends_the_transaction_is_refused_i6_t3(stage: Stage, text: Any) -> None:
-    # Given a body that sends it, and does not look at the error
-    # When it is performed
-    is_a_dead_letter(stage, lambda database: database.execute_sql(text), swallows=True)
-
-    # Then neither key nor effect is there
-    assert stage.effects() == ["stays"]
-    assert len(stage.key_rows()) == 1
+    # Then neither keys nor effects are there, and the log says what to remove
+    assert effects_of_dead_letters(stage) == []
+    assert len(stage.key_rows()) == len(REFUSED)
+    assert caplog.text.count("ended, or tried to end, the transaction") >= 2 * len(REFUSED)
 
 
-@pytest.mark.parametrize("text", NOTICED, ids=ascii)
-def test_a_longer_text_that_ends_the_transaction_is_noticed_i6_t3(stage: Stage, text: Any) -> None:
-    # Given a body that sends it
-    # When it is performed
-    is_a_dead_letter(stage, lambda database: database.execute_sql(text), swallows=False)
+def test_a_text_that_ends_the_transaction_is_refused_i6_i8_t3(stage: Stage) -> None:
+    # Given bodies that send one
+    # When they are performed
+    assert perform(stage, by_text(TEXTS)) == []
 
-    # Then effect and key are both there, or neither is
-    escaped = [key for key in stage.key_rows() if key[1] == stage.only("dead").message_id]
-    assert len(escaped) == stage.effects().count("escapes")
+    # Then neither keys nor effects are there
+    assert effects_of_dead_letters(stage) == []
+    assert len(stage.key_rows()) == len(TEXTS)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(another_connection, id="another connection"),
-        pytest.param(one_phase_of_two, id="two-phase commit"),
-        pytest.param(
-            lambda database: database.cursor().executemany("COMMIT AND CHAIN", [()]), id="executemany"
-        ),
-        pytest.param(
-            lambda database: database.execute_sql("%s", (AsIs("COMMIT"),)), id="a parameter that is SQL"
-        ),
-    ],
-)
-def test_what_nobody_can_refuse_is_noticed_before_the_acknowledgement_i6(
-    stage: Stage, way: Callable[[Database], Any]
-) -> None:
-    # Given a body that gets round every guard
-    # When it is performed
-    is_a_dead_letter(stage, way, swallows=False)
+def test_a_longer_text_that_ends_the_transaction_is_noticed_i6_i8_t3(stage: Stage) -> None:
+    # Given bodies that send one
+    # When they are performed
+    assert perform(stage, by_text(NOTICED)) == []
 
-    # Then the message is no success, and its effect does not stand without its key
-    escaped = [key for key in stage.key_rows() if key[1] == stage.only("dead").message_id]
-    assert len(escaped) == stage.effects().count("escapes")
+    # Then no effect stands without its key
+    assert effects_of_dead_letters(stage) == keys_of_dead_letters(stage)
+
+
+def test_what_nobody_can_refuse_is_noticed_before_the_acknowledgement_i6_i8(stage: Stage) -> None:
+    # Given bodies that get round every guard
+    # When they are performed
+    assert perform(stage, ELUSIVE) == []
+
+    # Then no effect stands without its key
+    assert effects_of_dead_letters(stage) == keys_of_dead_letters(stage)
