@@ -11,6 +11,7 @@ from dramatiq.results.backends import RedisBackend
 
 import settings
 from middleware import DurableRedisBroker, IdempotentConsumer
+from middleware.broker import connect
 from models import DeadLetter, OutboxMessage, ProcessedMessage
 
 broker = DurableRedisBroker(
@@ -28,12 +29,13 @@ broker = DurableRedisBroker(
 broker.add_middleware(IdempotentConsumer(ProcessedMessage))
 
 # Results stores a result after the transaction has ended, wherever it stands. It shares the
-# broker's client, hence its Redis and its time limits, and the namespace: all that this
-# application has in Redis is found under one prefix.
+# namespace: all that this application has in Redis is found under one prefix. Its client waits
+# longer than the broker's: `get_result(block=True)` does so for 10 seconds.
+RESULT_TIMEOUT_S = 12.0
 broker.add_middleware(
     Results(
         backend=RedisBackend(
-            client=broker.client,
+            client=connect(settings.REDIS_URL, RESULT_TIMEOUT_S) if settings.REDIS_URL else broker.client,
             namespace=f"{settings.REDIS_NAMESPACE}:results",
             use_namespace_prefix_keys=True,
         )
