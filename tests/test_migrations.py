@@ -47,6 +47,10 @@ INDEXES = """
     SELECT indexname, substr(indexdef, strpos(indexdef, ' USING ')) FROM pg_indexes
     WHERE schemaname = %s AND tablename = %s ORDER BY 1
 """
+OPTIONS = """
+    SELECT reloptions FROM pg_class
+    WHERE oid = (quote_ident(%s) || '.' || quote_ident(%s))::regclass
+"""
 TABLES = "SELECT tablename FROM pg_tables WHERE schemaname = %s AND tablename !~ 'migration'"
 
 
@@ -269,11 +273,11 @@ def test_a_migrated_table_is_what_the_middleware_makes_of_its_model(
 
     # When both are looked up in the catalogue
     migrated, made = (
-        [ask(admin, query, name, table) for query in (COLUMNS, CONSTRAINTS, INDEXES)]
+        [ask(admin, query, name, table) for query in (COLUMNS, CONSTRAINTS, INDEXES, OPTIONS)]
         for name in ("public", schema)
     )
 
-    # Then columns, constraints and indexes agree
+    # Then columns, constraints, indexes and options agree
     assert migrated == made
 
 
