@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from embedded import temporary_folder
+from middleware.relay import Relay
 
+from .ledger_stage import LedgerStage
 from .relays import ForgetfulValkey, RelayProcess
 from .servers import Servers
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dramatiq import Actor
-
-    from .ledger_stage import LedgerStage
 
 
 @pytest.fixture
@@ -54,3 +54,19 @@ def write(ledger: LedgerStage) -> Actor[..., Any]:
         ledger.effect(label)
 
     return write
+
+
+@pytest.fixture
+def relay(ledger: LedgerStage) -> Relay:
+    """A relay that does one round when it is asked to."""
+    assert ledger.broker.ledger is not None
+    return Relay(ledger.broker, ledger.broker.ledger)
+
+
+@pytest.fixture
+def frail(forgetful: Servers) -> Iterator[LedgerStage]:
+    """A stage whose Redis forgets everything in a crash."""
+    stage = LedgerStage(forgetful)
+    yield stage
+    forgetful.start()
+    stage.close()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from threading import Event
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -170,13 +170,9 @@ class HoldingProxy(Proxy):
 
 
 class ForgetfulValkey(Valkey):
-    """Writes nothing down by itself: it comes back empty, or as it was at its last SAVE.
+    """Writes nothing down by itself: it comes back empty, or as it was at its last SAVE."""
 
-    Arguments:
-      folder: where its data are.
-      options: more of the server's options.
-    """
-
+    #: More of the server's options, from its next start on.
     options: tuple[str, ...] = ()
 
     def prepare(self) -> list[str | Path]:
@@ -185,8 +181,3 @@ class ForgetfulValkey(Valkey):
     def crash(self) -> None:
         """End at once, as the machine's failure would, and start again."""
         self.restart("immediate")
-
-    def with_options(self, *options: str) -> Self:
-        """The same, with options that hold from its next start on."""
-        self.options = options
-        return self
