@@ -7,6 +7,7 @@ from threading import Event
 from time import time
 from typing import TYPE_CHECKING, Any
 
+import dramatiq
 import psycopg2
 import pytest
 from dramatiq import Message, Middleware
@@ -197,14 +198,13 @@ def test_a_failure_in_a_stack_without_retries_ends_the_row_with_one_dead_letter(
     # Given a stack in which nobody decides about failures
     ledger = ledger_with(middleware=[AgeLimit(), TimeLimit(), Callbacks(), Pipelines()])
 
+    @dramatiq.actor(broker=ledger.broker)
     def fails() -> None:
         raise ByHandError
 
-    actor = ledger.declare(fails)
-
     # When an actor fails
     with ledger.worker_and_relay():
-        ledger.send(actor.message())
+        ledger.send(fails.message())
         eventually(ledger.letters)
         ledger.expect_settled()
 
