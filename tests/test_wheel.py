@@ -45,10 +45,17 @@ class Article(peewee.Model):
 def sell(name):
     Article.update(quantity=Article.quantity - 1).where(Article.name == name).execute()
 
+@dramatiq.actor(max_retries=0)
+def refund(name):
+    raise NotImplementedError(name)
+
 if __name__ == "__main__":
-    database.create_tables([ProcessedMessage, Article])
+    database.create_tables([Article])
     Article.create(name="lamp", quantity=100)
-    for message in [sell.message("lamp")] * 3:
+    with database.atomic():
+        message = sell.send("lamp")
+        refund.send("lamp")
+    for _ in range(2):
         broker.enqueue(message)
 """
 
@@ -143,26 +150,37 @@ def test_another_application_sees_its_duplicates_answered(
     (project / "shop.py").write_text(APPLICATION.format(readme=snippet[1]))
     env = {**os.environ, "DATABASE_URL": schema, "REDIS_URL": clean.redis.url}
 
-    # When it sends a message three times and a worker performs it
+    def onetake(*arguments: str) -> str:
+        command = [str(python), "-m", "onetake", *arguments, "--broker", "shop"]
+        done = subprocess.run(command, cwd=project, env=env, stdout=subprocess.PIPE, text=True, check=False)
+        return done.stdout
+
+    # And the tables that the wheel makes
+    assert onetake("migrate").split() == ["processed_messages", "outbox_messages", "dead_letters"]
+
+    # When it sends a message three times, and a relay and a worker do their work
     subprocess.run([python, "shop.py"], cwd=project, env=env, check=True)
     log = tmp_path / "log"
-    with log.open("wb") as output:
-        worker = subprocess.Popen(
-            [python, "-m", "dramatiq", "shop", "--processes", "1", "--threads", "2"],
-            cwd=project,
-            env=env,
-            stdout=output,
-            stderr=output,
-        )
+    commands = [
+        ["onetake", "relay", "--broker", "shop"],
+        ["dramatiq", "shop", "--processes", "1", "--threads", "2"],
+    ]
+    with log.open("ab") as output:
+        processes = [
+            subprocess.Popen([python, "-m", *command], cwd=project, env=env, stdout=output, stderr=output)
+            for command in commands
+        ]
     try:
         # Then two of the three are answered as duplicates
         eventually(lambda: log.read_text().count("Duplicate answered") == 2, 30, what=log.read_text)
+        eventually(lambda: "NotImplementedError" in onetake("dead-letters", "list"), what=log.read_text)
     finally:
-        worker.terminate()
-        worker.wait(30)
+        for process in processes:
+            process.terminate()
+    assert [process.wait(30) for process in processes] == [0, 0], log.read_text()
 
-    # And one lamp was sold
+    # And one lamp was sold, and nothing is owed
     with closing(psycopg2.connect(schema)) as connection:
         cursor = connection.cursor()
-        cursor.execute("SELECT quantity FROM article")
-        assert cursor.fetchone() == (99,)
+        cursor.execute("SELECT quantity, (SELECT count(*) FROM outbox_messages) FROM article")
+        assert cursor.fetchone() == (99, 0)
