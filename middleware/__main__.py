@@ -17,7 +17,7 @@ import redis
 
 from . import dead_letters, schema
 from .broker import DurableRedisBroker
-from .errors import OnetakeError
+from .errors import NotRequeued, OnetakeError
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -101,13 +101,19 @@ def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
         if not letters:
             print("There is no such dead letter.", file=sys.stderr)
             return 1
+    found = chosen.action == "list" and bool(letters)
     for letter in letters:
-        if chosen.action == "requeue":
-            dead_letters.requeue(ledger, letter, force=chosen.force)
-        elif chosen.action == "discard":
-            dead_letters.discard(ledger, letter)
-        _print(letter, chosen)
-    return 0
+        try:
+            if chosen.action == "requeue":
+                dead_letters.requeue(ledger, letter, force=chosen.force)
+            elif chosen.action == "discard":
+                dead_letters.discard(ledger, letter)
+        except NotRequeued as error:  # the others are requeued all the same
+            print(error, file=sys.stderr)
+            found = True
+        else:
+            _print(letter, chosen)
+    return int(found)
 
 
 def _print(letter: DeadLetter, chosen: argparse.Namespace) -> None:

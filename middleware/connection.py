@@ -8,6 +8,7 @@ server last heard from us.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,6 +61,13 @@ class GuardedConnection(extensions.connection):
         self.claim.escape = escaped(self.claim, what)
         raise self.claim.escape
 
+    def cursor(self, *args: Any, **kwargs: Any) -> Any:
+        """A cursor that is guarded, whatever class it is asked for (a RealDictCursor, say)."""
+        factory = kwargs.get("cursor_factory")
+        if factory is not None and not issubclass(factory, GuardedCursor):
+            kwargs["cursor_factory"] = _guarded(factory)
+        return super().cursor(*args, **kwargs)
+
     def commit(self) -> None:
         if self.claim is not None:
             self.refuse("connection.commit()")
@@ -95,7 +103,16 @@ class GuardedCursor(extensions.cursor):
     def copy_expert(self, sql: Any, file: Any, size: int = 8192) -> None:
         self._send(super().copy_expert, sql, file, size)
 
-    def _send(self, method: Callable[..., None], query: Any, *arguments: Any) -> None:
+    def callproc(self, *arguments: Any) -> Any:
+        return self._run(super().callproc, *arguments)
+
+    def copy_from(self, *arguments: Any, **options: Any) -> None:
+        self._run(super().copy_from, *arguments, **options)
+
+    def copy_to(self, *arguments: Any, **options: Any) -> None:
+        self._run(super().copy_to, *arguments, **options)
+
+    def _send(self, method: Callable[..., Any], query: Any, *arguments: Any) -> None:
         connection = self.connection
         if connection.claim is None:
             self._run(method, query, *arguments)
@@ -112,13 +129,13 @@ class GuardedCursor(extensions.cursor):
         if not connection.aborted and _transaction_number(connection) != before:
             connection.refuse("a text that contains COMMIT or ROLLBACK")
 
-    def _run(self, method: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         connection = self.connection
         began_s = connection.statement_began_s = monotonic()
         if not connection.closed:
             connection.silence_s = began_s - connection.statement_ended_s
         try:
-            method(*arguments)
+            return method(*arguments, **options)
         except psycopg2.Error as error:
             # PostgreSQL's errors carry a SQLSTATE, and what psycopg2 finds wrong has other types.
             if error.pgcode is None and type(error) in (
@@ -133,6 +150,11 @@ class GuardedCursor(extensions.cursor):
             connection.statement_ended_s = monotonic()
 
 
+@lru_cache(maxsize=32)
+def _guarded(factory: type[extensions.cursor]) -> type[extensions.cursor]:
+    return type(f"Guarded{factory.__name__}", (GuardedCursor, factory), {})
+
+
 def escaped(claim: Claim, what: str) -> TransactionEscaped:
     """The error for a body that ended its transaction, or tried to, by `what`."""
     return TransactionEscaped(
@@ -143,7 +165,7 @@ def escaped(claim: Claim, what: str) -> TransactionEscaped:
 
 
 def _transaction_number(connection: GuardedConnection) -> Any:
-    cursor = connection.cursor(cursor_factory=extensions.cursor)
+    cursor = extensions.connection.cursor(connection, cursor_factory=extensions.cursor)
     cursor.execute("SELECT pg_current_xact_id_if_assigned()::text")
     row = cursor.fetchone()
     return row and row[0]

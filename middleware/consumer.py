@@ -195,6 +195,7 @@ class DurableConsumer(Consumer):
         message: Message[Any] | None = None
         try:
             message = Message.decode(raw)
+            payload.check_depth(raw, message)
             payload.check_fields(message)
         except (DecodeError, InvalidMessage, InvalidKey) as error:  # T21
             reason = error.error if isinstance(error, DecodeError) else error

@@ -22,6 +22,8 @@ DIGEST_VERSION = 1
 #: Two keys of this size still fit a B-tree row of 2,704 bytes (T13).
 MAX_KEY_BYTES = 512
 
+#: So many brackets are never nested too deeply; beyond that, so much of the stack must be spare.
+SHALLOW, SPARE_FRAMES = 300, 250
 #: More retries than this nobody means.
 MOST_RETRIES = 1_000_000
 #: The last millisecond of year 9999, in which PostgreSQL still computes.
@@ -32,13 +34,14 @@ _encode_result = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 _escaped_nul = re.compile(r"(?<!\\)(?:\\\\)*\\u0000").search
 
 
-def valid_key(key: object, what: str, of: str) -> str:
+def valid_key(key: object, what: str, of: str, most: int = MAX_KEY_BYTES) -> str:
     """A key that PostgreSQL can store and index is returned as it is.
 
     Arguments:
       key: what was given.
       what: what it is ("the message id"), for the error.
       of: whose it is ("message 1234 for consumer pay"), for the error.
+      most: how many bytes it may have.
 
     Raises:
       InvalidKey: it is no str, empty, longer than 512 UTF-8 bytes, or holds NUL or a lone
@@ -56,12 +59,10 @@ def valid_key(key: object, what: str, of: str) -> str:
         except UnicodeEncodeError:
             reason = "contains a lone surrogate"
         else:
-            if size <= MAX_KEY_BYTES:
+            if size <= most:
                 return key
             reason = f"has {size} bytes"
-    raise InvalidKey(
-        f"{what} of {of} {reason}; it must be a str of 1 to {MAX_KEY_BYTES} UTF-8 bytes without NUL."
-    )
+    raise InvalidKey(f"{what} of {of} {reason}; it must be a str of 1 to {most} UTF-8 bytes without NUL.")
 
 
 def key_of(message: Message[Any], consumer_name: str) -> str:
@@ -141,6 +142,27 @@ def result_as_json(result: Any, of: str) -> str:
     return text
 
 
+def check_depth(raw: bytes, message: Message[Any]) -> None:
+    """A message that leaves Python some stack wherever it is looked at passes.
+
+    Raises:
+      InvalidMessage: its arguments are nested too deeply to be printed; a handler of a log that tries
+        would end the worker's thread (T13).
+    """
+    if raw.count(b"[") + raw.count(b"{") > SHALLOW:
+        try:
+            _with_less_stack(SPARE_FRAMES, message)
+        except RecursionError:
+            raise InvalidMessage("The arguments are nested too deeply.") from None
+
+
+def _with_less_stack(frames: int, message: Message[Any]) -> None:
+    if frames:
+        _with_less_stack(frames - 1, message)
+    else:
+        repr(message)
+
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "queue_name": (str,),
     "actor_name": (str,),
@@ -173,9 +195,9 @@ def check_fields(message: Message[Any]) -> None:
         if not isinstance(getattr(message, name), types):
             wrong = type(getattr(message, name)).__name__
             raise InvalidMessage(f"{name} is of type {wrong}; it must be {types[0].__name__}.")
-    for name in ("message_id", "actor_name", "queue_name"):
+    for name, most in (("message_id", MAX_KEY_BYTES), ("actor_name", 1024), ("queue_name", 1024)):
         try:
-            valid_key(getattr(message, name), name, "the message")
+            valid_key(getattr(message, name), name, "the message", most)
         except InvalidKey as error:
             raise InvalidMessage(str(error)) from None
     if "idempotency_key" in message.options:

@@ -141,7 +141,8 @@ class Relay:
     def audit(self) -> int:
         """Publish again what is on its way by the ledger and not in Redis; returns how many."""
         rows = self.ledger.on_their_way(AUDIT_AGE_S)
-        by_queue: dict[str, list[Row]] = {}
+        # Also queues in which nothing is owed: what was sent outside a transaction is repaired too.
+        by_queue: dict[str, list[Row]] = {queue: [] for queue in self.broker.get_declared_queues()}
         for row in rows:
             by_queue.setdefault(row.queue_name, []).append(row)
         count = 0

@@ -48,7 +48,7 @@ class GuardedTransaction(peewee._transaction):
                 self._commit()
         finally:
             if self.claim.stage is not Stage.COMMITTED:
-                self._observe()
+                self._observe(exc_val)
                 self._abandon()
         if exc_type is None:
             # One that raises does not undo a COMMIT that was confirmed: the stage tells (T26).
@@ -96,13 +96,13 @@ class GuardedTransaction(peewee._transaction):
             raise TransactionAborted(f"PostgreSQL rolled message {self.claim.performed_by!r} back.")
         self.claim.stage = Stage.COMMITTED
 
-    def _observe(self) -> None:
+    def _observe(self, error: BaseException | None) -> None:
         connection, claim = self._connection, self.claim
         if claim.stage is Stage.OPEN and claim.escape is None and self._escaped():
             claim.escape = escaped(claim, "closing or replacing its connection")
         claim.lost = connection.lost or connection.closed == _LOST
         if connection.closed == 0 and connection.aborted:
-            claim.aborted_by = connection.failure
+            claim.aborted_by = connection.failure or error
         claim.last_statement_ms = 1_000 * (connection.statement_ended_s - connection.statement_began_s)
         claim.silence_ms = 1_000 * connection.silence_s
         claim.age_ms = 1_000 * (connection.statement_ended_s - claim.began_at_s)

@@ -84,19 +84,21 @@ def test_a_delivery_that_waits_for_its_key_is_given_back(stage: Stage) -> None:
     def write(label: str) -> None:
         stage.effect(label)
 
-    message = write.send("a")
-    sent = stage.raw("waiting")
+    message = write.message("a")
     with stage.rival() as rival, stage.worker() as worker:
         rival.execute(
             "INSERT INTO processed_messages VALUES ('write', %s, 'rival', '', 1)", (message.message_id,)
         )
+        stage.broker.enqueue(message)
         eventually(lambda: stage.sql("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
 
         # When the worker is told to stop
         worker.stop()
 
         # Then the message is in its queue as it was
-        assert stage.raw("waiting") == sent
+        (waiting,) = stage.messages("waiting")
+        assert waiting.args == message.args
+        assert "retries" not in waiting.options
         assert stage.places() == {"waiting": [message.message_id]}
     assert stage.stored() == ([], [])
 
