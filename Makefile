@@ -17,7 +17,7 @@ up: $(INSTALLED) ## Run the application with servers of its own, until Ctrl-C
 	@$(BIN)/python manage.py up
 
 test: $(INSTALLED) ## Run all tests on servers that they start themselves
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(INSTALLED) ## Check style and types
 	@$(BIN)/ruff check .
