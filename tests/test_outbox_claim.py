@@ -228,6 +228,29 @@ def test_the_end_of_an_old_attempt_does_not_end_a_newer_one(ledger: LedgerStage)
     assert ledger.effects() == ["a"]
 
 
+def test_a_late_copy_of_a_dead_message_begins_no_second_chain_of_retries(ledger: LedgerStage) -> None:
+    # Given a message that has failed for good
+    @ledger.actor(max_retries=1, min_backoff=10, max_backoff=10)
+    def fails(label: str) -> None:
+        tries.append(label)
+        raise ValueError(label)
+
+    tries: list[str] = []
+    with ledger.worker_and_relay():
+        message = ledger.send(fails.message("a"))
+        eventually(ledger.letters)
+        ledger.expect_settled()
+
+        # When its first delivery comes once more, from a worker that was killed before it acknowledged
+        put_owed(ledger, message, attempt=0)
+        eventually(lambda: len(tries) > 2)
+        ledger.expect_settled()
+
+    # Then it has run once more, and that is all
+    assert len(tries) == 3
+    assert len(ledger.letters()) == 1
+
+
 def put_owed(ledger: LedgerStage, message: Message[Any], attempt: int) -> None:
     """Deliver an attempt of a row, as a sweep or an audit does."""
     redis_id = f"owed-{attempt}-{len(message.actor_name)}-{message.actor_name}{message.message_id}"

@@ -192,6 +192,30 @@ def test_bytes_that_cannot_be_decoded_end_the_row_with_one_dead_letter(
     assert ledger.effects() == ["a"]
 
 
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize(
+    "redis_id", ["owed-", "owed-x-y", "owed-0-1-ab\0c", "owed-0-99-ab", "owed-99999999999-1-ab"]
+)
+def test_an_id_in_redis_that_only_looks_owed_holds_up_nobody_t21(ledger: LedgerStage, redis_id: str) -> None:
+    # Given bytes that cannot be decoded under such an id, before a good message
+    @ledger.actor()
+    def write(label: str) -> None:
+        ledger.effect(label)
+
+    ledger.redis.hset("stage:default.msgs", redis_id, b"\xff")
+    ledger.redis.rpush("stage:default", redis_id)
+    write.send("a")
+
+    # When both are fetched
+    with ledger.worker_and_relay():
+        eventually(ledger.effects)
+        eventually(lambda: ledger.raw("in_hand") == ledger.raw("waiting") == {})
+
+    # Then the one is kept, and the other performed
+    kept = [letter.message for letter in ledger.letters()] + list(ledger.raw("dead").values())
+    assert kept == [b"\xff"]
+
+
 def test_a_failure_in_a_stack_without_retries_ends_the_row_with_one_dead_letter(
     ledger_with: Callable[..., LedgerStage],
 ) -> None:
