@@ -66,7 +66,7 @@ def put(ledger: LedgerStage, *raws: bytes) -> None:
     """Put encoded messages into the queue, all at one moment, so that one fetch brings them."""
     with ledger.redis.pipeline(transaction=True) as pipe:
         for number, raw in enumerate(raws):
-            pipe.hset("stage:default.msgs", f"put-{number}", raw)  # type: ignore[arg-type] # bytes are fine
+            pipe.hset("stage:default.msgs", f"put-{number}", raw)
             pipe.rpush("stage:default", f"put-{number}")
         pipe.execute()
 
@@ -209,7 +209,7 @@ class SpeechlessError(Exception):
 
 class WrongTypeError(Exception):
     def __str__(self) -> str:
-        return 7  # type: ignore[return-value] # that is what is wrong
+        return 7  # type: ignore[return-value] # noqa: PLE0307 - that is what is wrong
 
 
 def chained() -> Exception:
@@ -240,7 +240,8 @@ def test_a_dead_letter_can_be_stored_whatever_its_error_says_t13(ledger: LedgerS
     @ledger.actor(max_retries=0)
     def write(label: str) -> None:
         if label == "bad":
-            raise ERRORS[what]
+            error = ERRORS[what]()
+            raise error
         ledger.effect(label)
 
     # When it is performed

@@ -105,7 +105,7 @@ def put(ledger: LedgerStage, *raws: bytes) -> None:
     """Put encoded messages into the queue, all at one moment, so that one fetch brings them."""
     with ledger.redis.pipeline(transaction=True) as pipe:
         for number, raw in enumerate(raws):
-            pipe.hset("stage:default.msgs", f"put-{number}", raw)  # type: ignore[arg-type] # bytes are fine
+            pipe.hset("stage:default.msgs", f"put-{number}", raw)
             pipe.rpush("stage:default", f"put-{number}")
         pipe.execute()
 
@@ -156,6 +156,11 @@ def test_an_odd_message_has_one_end_and_the_good_ones_of_its_fetch_pass_t21(
     assert [label for label in ledger.effects() if label != "odd"] == ["good 1", "good 2"]
 
 
+COMMIT_KEY = """
+    INSERT INTO processed_messages VALUES (%s, %s, 'rival', '', 1, NULL) ON CONFLICT DO NOTHING
+"""
+
+
 class Rival(Middleware):
     """Does the work of a message while its delivery fails."""
 
@@ -165,11 +170,7 @@ class Rival(Middleware):
     def after_process_message(
         self, broker: Any, message: Any, *, result: Any = None, exception: Any = None
     ) -> None:
-        self.ledger.sql(
-            "INSERT INTO processed_messages VALUES (%s, %s, 'rival', '', 1, NULL) ON CONFLICT DO NOTHING",
-            message.actor_name,
-            message.message_id,
-        )
+        self.ledger.sql(COMMIT_KEY, message.actor_name, message.message_id)
 
 
 @pytest.mark.parametrize("end", ["fails", "escapes", "mismatch"])
