@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from middleware import dead_letters as letters
 from middleware.errors import NotRequeued
@@ -31,7 +32,9 @@ def dead_letters() -> None:
 
 
 @dead_letters.command("list")
-@click.option("--limit", default=50, show_default=True, help="The newest so many.")
+@click.option(
+    "--limit", default=50, show_default=True, type=click.IntRange(min=1), help="The newest so many."
+)
 @click.option("--redis", "in_redis", is_flag=True, help="Those in Dramatiq's own queues in Redis.")
 @as_json
 def list_(limit: int, *, in_redis: bool, as_json: bool) -> None:
@@ -54,11 +57,14 @@ def list_(limit: int, *, in_redis: bool, as_json: bool) -> None:
 @as_json
 def show(ids: tuple[str, ...], *, as_json: bool) -> None:
     """Show all that is known of dead letters."""
-    for letter in _found(ids):
+    found, missing = _find(ids)
+    for letter in found:
         if as_json:
             click.echo(json.dumps(_row(letter), default=str))
         else:
             click.echo("\n".join(f"{name}: {value}" for name, value in _row(letter).items()) + "\n")
+    if missing:
+        raise SystemExit(1)
 
 
 @dead_letters.command()
@@ -89,11 +95,10 @@ def _each(
     ids: tuple[str, ...], act: Callable[[Ledger, DeadLetter], object], done: str, *, as_json: bool
 ) -> None:
     """Do something with each; what cannot be done is said, and the others are done all the same."""
-    refused = False
-    for letter in _found(ids):
+    found, refused = _find(ids)
+    for letter in found:
         try:
-            act(_ledger(), letter)
-            outcome = done
+            outcome = done if act(_ledger(), letter) is not False else "is gone already"
         except NotRequeued as error:
             refused, outcome = True, str(error)
         said = {"id": letter.id, "message_id": letter.message_id, "outcome": outcome}
@@ -102,12 +107,17 @@ def _each(
         raise SystemExit(1)
 
 
-def _found(ids: tuple[str, ...]) -> list[DeadLetter]:
-    ledger = _ledger()
-    found = [letter for ident in ids for letter in letters.find(ledger, ident)]
-    if not found:
-        raise click.ClickException(f"There is no dead letter {' or '.join(ids)}.")
-    return found
+def _find(ids: tuple[str, ...]) -> tuple[list[DeadLetter], bool]:
+    """The dead letters with these ids, each once, and whether some id has none."""
+    found: dict[int, DeadLetter] = {}
+    missing = False
+    for ident in ids:
+        matching = letters.find(_ledger(), ident)
+        found |= {letter.id: letter for letter in matching}
+        if not matching:
+            missing = True
+            click.echo(f"There is no dead letter {ident}.", err=True)
+    return list(found.values()), missing
 
 
 def _ledger() -> Ledger:
@@ -130,8 +140,11 @@ def _print(rows: list[dict[str, Any]], columns: Iterable[str], *, as_json: bool)
         for row in rows:
             click.echo(json.dumps(row, default=str))
         return
-    table = Table(*columns)
+    if rows and not sys.stdout.isatty():  # a pipe gets whole lines, which no terminal has to hold
+        for row in rows:
+            click.echo("\t".join(str(row[name]) for name in columns))
+        return
+    table = Table(*(Column(name, overflow="fold") for name in columns))
     for row in rows:
         table.add_row(*(str(row[name]) for name in columns))
-    console = Console()
-    console.print(table if rows else "There are no dead letters.", markup=False)
+    Console().print(table if rows else "There are no dead letters.", markup=False)

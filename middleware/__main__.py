@@ -29,12 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns 0 for well, 1 for a finding or nothing found, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m onetake", description=__doc__)
     parser.add_argument("command", choices=["relay", "migrate", "dead-letters"])
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=["list", "show", "requeue", "discard"],
-        default="list",
-    )
+    parser.add_argument("action", nargs="?", choices=["list", "show", "requeue", "discard"])
     parser.add_argument("ids", nargs="*", help="of dead letters: the message's id, or the row's own")
     parser.add_argument(
         "--broker",
@@ -45,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object for each dead letter")
     parser.add_argument("--force", action="store_true", help="requeue also what may have had its effect")
     chosen = parser.parse_args(arguments)
+    if chosen.command != "dead-letters" and chosen.action:
+        parser.error(f"{chosen.command} takes nothing but --broker")
+    if chosen.command == "dead-letters" and bool(chosen.ids) == (chosen.action in (None, "list")):
+        parser.error("list takes no ids, and show, requeue and discard take at least one")
     sys.path.insert(0, "")
     try:
         broker = broker_of(chosen.broker)
@@ -86,6 +85,8 @@ def broker_of(module: str) -> DurableRedisBroker:
 
 def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
     """Run a relay in this process until SIGTERM or SIGINT; what it has begun it finishes."""
+    broker.check_url()
+    broker.guard.database.check_url()
     logging.basicConfig(level=logging.INFO)
     stopping = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,14 +95,16 @@ def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
 
 
 def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
-    if chosen.action == "list":
+    finding = False
+    if chosen.action in (None, "list"):
         letters = dead_letters.newest(ledger, 100)
+        finding = bool(letters)
     else:
-        letters = [letter for ident in chosen.ids for letter in dead_letters.find(ledger, ident)]
-        if not letters:
-            print("There is no such dead letter.", file=sys.stderr)
-            return 1
-    found = chosen.action == "list" and bool(letters)
+        by_id = {ident: dead_letters.find(ledger, ident) for ident in chosen.ids}
+        letters = list({letter.id: letter for found in by_id.values() for letter in found}.values())
+        for ident in (ident for ident, found in by_id.items() if not found):
+            print(f"There is no dead letter {ident}.", file=sys.stderr)
+            finding = True
     for letter in letters:
         try:
             if chosen.action == "requeue":
@@ -110,10 +113,10 @@ def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
                 dead_letters.discard(ledger, letter)
         except NotRequeued as error:  # the others are requeued all the same
             print(error, file=sys.stderr)
-            found = True
+            finding = True
         else:
             _print(letter, chosen)
-    return int(found)
+    return int(finding)
 
 
 def _print(letter: DeadLetter, chosen: argparse.Namespace) -> None:

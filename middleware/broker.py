@@ -111,9 +111,17 @@ class DurableRedisBroker(RedisBroker):
 
     @property
     def guard(self) -> IdempotentConsumer:
-        """The IdempotentConsumer in the stack; a worker does not boot without one."""
+        """The IdempotentConsumer in the stack.
+
+        Raises:
+          ConfigurationError: there is none; a worker does not boot without one.
+        """
         guard = find(self, IdempotentConsumer)
-        assert guard is not None
+        if guard is None:
+            raise ConfigurationError(
+                "DurableRedisBroker acknowledges only what is settled, and nothing here settles: call "
+                "broker.add_middleware(IdempotentConsumer(ProcessedMessage)) before the worker boots."
+            )
         return guard
 
     def check_url(self) -> None:
@@ -327,5 +335,6 @@ def connect(
         socket_connect_timeout=connect_timeout_s,
         socket_timeout=answer_timeout_s,
         socket_keepalive=True,
+        encoding_errors="surrogateescape",  # ids that somebody else made are bytes
         retry=Retry(NoBackoff(), 0),
     )

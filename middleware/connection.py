@@ -32,6 +32,12 @@ _ends_transaction = re.compile(_COMMENT + _ENDING, re.IGNORECASE | re.DOTALL).ma
 #: A text that has such a statement somewhere, or only looks like it: a string, a CASE ... END.
 _may_end_transaction = re.compile(r"(?:;|\*/|[\n\r])\s*" + _ENDING, re.IGNORECASE).search
 
+#: A statement that changes the session beyond its transaction.
+_changes_session = re.compile(
+    r"(?:^|;|\*/|[\n\r])\s*(?:set\s+(?!local\b|constraints\b|transaction\b)|reset\b|discard\b)|set_config",
+    re.IGNORECASE,
+).search
+
 IN_FAILED_TRANSACTION = "25P02"
 
 
@@ -44,6 +50,8 @@ class GuardedConnection(extensions.connection):
     prepared: frozenset[str] = frozenset()
     #: What aborted the transaction, or nearly did.
     failure: psycopg2.Error | None = None
+    #: A body changed the session, its search_path perhaps: not even the key would be where it was.
+    changed = False
     #: libpq said that the connection is gone; psycopg2 does not always mark it as closed.
     lost = False
     statement_began_s = 0.0
@@ -118,6 +126,8 @@ class GuardedCursor(extensions.cursor):
             self._run(method, query, *arguments)
             return
         text = query if isinstance(query, str) else _text_of(query, self)
+        if _changes_session(text):
+            connection.changed = True
         if _ends_transaction(text):
             connection.refuse(text.strip().split(";")[0][:60])
         if not _may_end_transaction(text):

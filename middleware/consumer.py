@@ -160,7 +160,7 @@ class DurableConsumer(Consumer):
 
     def _receive(self, ids: list[bytes], messages: list[bytes | None], wanted: int) -> None:
         for raw_id, message in zip(ids, messages, strict=True):
-            redis_id = raw_id.decode()
+            redis_id = raw_id.decode("utf-8", "surrogateescape")
             if message is None:  # emptied meanwhile: its id leaves our hand with the next exchange
                 self._note(self.acks, redis_id)
             else:
@@ -184,7 +184,9 @@ class DurableConsumer(Consumer):
     def _give_back_what_is_not_in_hand(self, notes: list[list[str]]) -> None:
         # Only this thread adds to the set in Redis, so nothing can come in between (T31, T32).
         held = self.in_hand.union(*notes)  # before Redis is asked: a delivery may end meanwhile
-        believed = {raw_id.decode() for raw_id in self.broker.ids_in_hand(self.queue_name)}
+        believed = {
+            raw_id.decode("utf-8", "surrogateescape") for raw_id in self.broker.ids_in_hand(self.queue_name)
+        }
         lost = sorted(believed - held)
         notes[2].extend(lost[:BATCH])
         self.doubtful = len(lost) > BATCH
@@ -227,7 +229,7 @@ class DurableConsumer(Consumer):
             redis_id, raw, message, error = self.diverted[0]
             try:
                 if message is not None and error is None:
-                    ledger.owe_later(message)
+                    ledger.owe_later(message, Owed.of(redis_id))
                 else:
                     letter = letter_of(raw, self.queue_name, message, "not readable", error)
                     ledger.divert(Owed.of(redis_id), letter)
@@ -236,7 +238,12 @@ class DurableConsumer(Consumer):
                 if is_of_the_server(failure):
                     self.broker.guard.outage.begins(failure)
                     return  # tried again with the next exchange
-                self.diverted[0] = (redis_id, raw, None, error or failure)  # T13: in a form that fits
+                if message is not None or error is None:  # T13: again, in a form that fits
+                    self.diverted[0] = (redis_id, raw, None, error or failure)
+                    continue
+                logger.error("Message %r cannot be stored (%s): Redis keeps it", redis_id, failure)
+                self.diverted.popleft()
+                self._end(self.dead, redis_id)
                 continue
             self.diverted.popleft()
             self._end(self.acks, redis_id)

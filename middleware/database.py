@@ -247,6 +247,7 @@ class Database(peewee.PostgresqlDatabase):
         idle = state.closed or (
             state.conn.closed == 0
             and state.conn.claim is None
+            and not state.conn.changed
             and state.conn.autocommit
             and state.conn.get_transaction_status() == TRANSACTION_STATUS_IDLE
         )

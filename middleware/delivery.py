@@ -32,6 +32,9 @@ class Owed(NamedTuple):
         if found is None:
             return None
         size, names = int(found[2]), found[3]
+        # A name that PostgreSQL cannot store is in no row.
+        if not names[:size] or "\0" in names or any("\ud800" <= one <= "\udfff" for one in names):
+            return None
         return cls(names[size:], names[:size], int(found[1]))
 
 

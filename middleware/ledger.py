@@ -60,13 +60,13 @@ class Ledger:
         insert = f"INSERT INTO {table} AS owed ({columns}) VALUES ({values}) ON CONFLICT"
         on_key = f'ON CONSTRAINT "{OWED_CONSTRAINT}"'
         self.insert = f"{insert} {on_key} DO NOTHING"
-        self.insert_at = self.insert.replace(
-            "clock_timestamp() + make_interval(secs => %s)", "greatest(clock_timestamp(), to_timestamp(%s))"
-        )
         self.replace = (
             f"{insert} {on_key} DO UPDATE SET attempt = excluded.attempt, message = excluded.message, "
             f"due_at = excluded.due_at, published_at = NULL, refused = NULL "
             f"WHERE owed.attempt < excluded.attempt"
+        )
+        self.replace_at = self.replace.replace(
+            "clock_timestamp() + make_interval(secs => %s)", "greatest(clock_timestamp(), to_timestamp(%s))"
         )
         # Rows come and go all the time.
         self.vacuum_early = (
@@ -146,6 +146,14 @@ class Ledger:
             self.replace, (*_names_of(message), attempt + 1, message.encode(), delay_ms / 1_000)
         )
 
+    def is_dead(self, message_id: str, actor_name: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, became a dead letter: a late copy of it ends with that."""
+        text = (
+            f"SELECT 1 FROM {table_of(self.dead_letters)} "
+            f"WHERE message_id = %s AND actor_name = %s AND attempt >= %s"
+        )
+        return self.database.execute_sql(text, (message_id, actor_name, attempt)).fetchone() is not None
+
     def waits_for(self, message_id: str) -> bool:
         """Whether a message, or what comes before it in its pipeline, leaves with the open transaction."""
         # A later step of a pipeline stands in the first. Of the rows that were written since this
@@ -156,14 +164,19 @@ class Ledger:
         text = f"SELECT 1 FROM {self.table} WHERE {own} AND position(%s::bytea IN message) > 0"
         return self.database.execute_sql(text, (message_id.encode(),)).fetchone() is not None
 
-    def owe_later(self, message: Message[Any]) -> None:
-        """Write down what came with an ``eta``: milliseconds by the sender's clock (T39)."""
+    def owe_later(self, message: Message[Any], owed: Owed | None) -> None:
+        """Write down what came with an ``eta``: milliseconds by the sender's clock (T39).
+
+        Arguments:
+          owed: the row that it came from, which is then replaced.
+        """
         options = dict(message.options)
         eta = options.pop("eta", None)
         eta_s = eta / 1_000 if type(eta) in (int, float) else 0.0
         queue_name = message.queue_name.removesuffix(".DQ")
         due = message._replace(options=options, queue_name=queue_name)
-        self.database.execute_sql(self.insert_at, (*_names_of(due), 0, due.encode(), eta_s))
+        attempt = 0 if owed is None else owed.attempt + 1
+        self.database.execute_sql(self.replace_at, (*_names_of(due), attempt, due.encode(), eta_s))
 
     def forget(self, owed: Owed) -> None:
         """Delete the row of a message that is done, unless a later attempt took its place."""

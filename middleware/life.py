@@ -16,14 +16,12 @@ import redis
 from dramatiq.middleware import Middleware
 
 from .errors import ConfigurationError
-from .idempotent import IdempotentConsumer
 from .relay import Relay
-from .stack import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dramatiq import Broker, Worker
+    from dramatiq import Worker
 
     from .broker import DurableRedisBroker
     from .ledger import Ledger
@@ -42,7 +40,7 @@ class Life(Middleware):
         self._threads: list[Thread] = []
 
     def before_worker_boot(self, broker: Any, worker: Worker) -> None:
-        _check_stack(broker)
+        _ = broker.guard
         _check_redis(broker)
         if broker.ledger is not None:
             _check_ledger(broker, broker.ledger)
@@ -121,14 +119,6 @@ def _not_begun(worker: Worker) -> list[Any]:
         except Empty:
             return deliveries
         worker.work_queue.task_done()
-
-
-def _check_stack(broker: Broker) -> None:
-    if find(broker, IdempotentConsumer) is None:
-        raise ConfigurationError(
-            "DurableRedisBroker acknowledges only what is settled, and nothing here settles: call "
-            "broker.add_middleware(IdempotentConsumer(ProcessedMessage)) before the worker boots."
-        )
 
 
 def _check_ledger(broker: DurableRedisBroker, ledger: Ledger) -> None:

@@ -118,9 +118,14 @@ def _canonical(value: Any) -> Any:
             getattr(value, "__qualname__", str(value)),
         ]
     reduced = value.__reduce_ex__(2)
-    parts = [reduced] if isinstance(reduced, str) else [_canonical(part) for part in reduced[1:3]]
+    # Of what pickle makes of it: arguments, state, and the items of a list or a dict.
+    parts = [reduced] if isinstance(reduced, str) else [_canonical_part(part) for part in reduced[1:5]]
     kind = type(value)
     return ["object", kind.__module__, kind.__qualname__, *parts]
+
+
+def _canonical_part(part: Any) -> Any:
+    return [_canonical(item) for item in part] if hasattr(part, "__next__") else _canonical(part)
 
 
 def result_as_json(result: Any, of: str) -> str:
