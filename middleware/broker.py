@@ -199,7 +199,7 @@ class DurableRedisBroker(RedisBroker):
             )
         if self.ledger is None:
             return super().enqueue(message, delay=delay)
-        waits = delay is not None or self.always or self.ledger.database.in_transaction()
+        waits = delay is not None or self.always or self.ledger.database.has_begun()
         if at_once or not (waits or current.failed):
             self.ledger.check_size(message)
             return super().enqueue(message)

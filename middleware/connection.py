@@ -46,6 +46,8 @@ class GuardedConnection(extensions.connection):
 
     #: The claim whose transaction is open; None: the connection behaves like any other.
     claim: Claim | None = None
+    #: Which thread or greenlet opened it.
+    thread_id = 0
     #: The names of the statements that were prepared in this session.
     prepared: frozenset[str] = frozenset()
     #: What aborted the transaction, or nearly did.

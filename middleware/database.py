@@ -7,9 +7,10 @@ in one round trip, and only its end may end the transaction.
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, get_ident
 from time import monotonic
 from typing import Any
 
@@ -84,6 +85,7 @@ class Database(peewee.PostgresqlDatabase):
             tcp_user_timeout=1_000 * (keepalives_idle_s + keepalives_interval_s * keepalives_count),
             **options,
         )
+        self._open: weakref.WeakSet[GuardedConnection] = weakref.WeakSet()
         wait_callback.install()
         _databases.add(self)
 
@@ -123,6 +125,8 @@ class Database(peewee.PostgresqlDatabase):
         self.check_url()
         connection: GuardedConnection = super()._connect()  # type: ignore[misc] # peewee has it
         connection.statement_ended_s = monotonic()
+        connection.thread_id = get_ident()
+        self._open.add(connection)
         return connection
 
     def _initialize_connection(self, conn: GuardedConnection) -> None:
@@ -234,6 +238,13 @@ class Database(peewee.PostgresqlDatabase):
             connection.refuse("database.close()")
         return bool(super().close())
 
+    def has_begun(self) -> bool:
+        """Whether this thread's connection is in a transaction, whoever began it."""
+        connection = self._state.conn
+        return self.in_transaction() or (
+            connection is not None and connection.get_transaction_status() != TRANSACTION_STATUS_IDLE
+        )
+
     def will_call(self, fn: Any) -> bool:
         """Whether `after_commit` has this function already."""
         return fn in self._state.commit_callbacks
@@ -273,6 +284,20 @@ class Database(peewee.PostgresqlDatabase):
             self.discard()
         else:
             self.settle_down()
+
+    def cut_off(self, threads: set[int], silent_s: float) -> None:
+        """Break the connections of threads that have had no answer for so long, and are in no body.
+
+        A server that is frozen keeps a thread in libpq, where it hears of nothing (T6).
+        """
+        for connection in list(self._open):
+            waits = connection.statement_began_s > connection.statement_ended_s
+            silent = monotonic() - connection.statement_began_s > silent_s
+            if connection.thread_id in threads and connection.claim is None and waits and silent:
+                with suppress(OSError, psycopg2.Error):
+                    end = socket.socket(fileno=os.dup(connection.fileno()))
+                    end.shutdown(socket.SHUT_RDWR)
+                    end.close()
 
     def discard(self) -> None:
         """Close this thread's connection whatever its state; the next statement connects again."""

@@ -8,6 +8,7 @@ function is replaced by a `Performer`; the hooks here only tell it which message
 from __future__ import annotations
 
 import threading
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import peewee
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 #: How long to wait before an absent database is asked again, in seconds; how long before a message
 #: that met a full disk is given back.
 AWAY_S, PAUSE_S = 0.25, 1.0
+#: A statement of ours that takes so much longer than a lock may be waited for has no server.
+FROZEN_S = 4.0
 
 
 class IdempotentConsumer(Middleware):
@@ -56,6 +59,9 @@ class IdempotentConsumer(Middleware):
         self.database = Database.of(model)
         self.inbox = Inbox(model)
         self.stopping = threading.Event()
+        #: Dramatiq's threads here, and those of them in a body that has no transaction of ours.
+        self.threads: set[int] = set()
+        self.in_free_bodies: set[int] = set()
         self.outage = Outage("PostgreSQL", "Deliveries wait for it and spend no retry")
 
     @property
@@ -112,9 +118,21 @@ class IdempotentConsumer(Middleware):
 
     def after_worker_thread_boot(self, broker: Broker, thread: Any) -> None:
         current.in_worker = True
+        self.threads.add(threading.get_ident())
+
+    def after_consumer_thread_boot(self, broker: Broker, thread: Any) -> None:
+        self.threads.add(threading.get_ident())
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         self.stopping.set()
+        threading.Thread(target=self._cut_off_frozen_servers, daemon=True).start()
+
+    def _cut_off_frozen_servers(self) -> None:
+        """A worker that stops waits no longer than for any lock, also for a server that is frozen."""
+        while self.stopping.is_set():
+            waiting = self.threads - self.in_free_bodies
+            self.database.cut_off(waiting, self.database.lock_timeout_ms / 1_000 + FROZEN_S)
+            sleep(PAUSE_S)
 
     def before_enqueue(self, broker: Broker, message: Any, delay: int | None) -> None:
         if "idempotency_key" in message.options:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("onetake")
 
+#: How long a worker that ends waits for its own threads.
+LAST_WORDS_S = 1.0
 #: Beats in one heartbeat_timeout.
 BEATS = 5
 
@@ -72,7 +74,7 @@ class Life(Middleware):
     def after_worker_shutdown(self, broker: Any, worker: Worker) -> None:
         self._over.set()
         while self._threads:
-            self._threads.pop().join()
+            self._threads.pop().join(timeout=LAST_WORDS_S)  # a frozen server keeps nobody alive
         if not broker.outage.lasts:
             try:
                 broker.call("leave", broker.broker_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from math import isinf
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dramatiq.results import Results
@@ -105,7 +106,12 @@ class Performer:
     def run(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
         """Perform a delivery whose actor opted out: no transaction and no key."""
         delivery.unguarded = True
-        result = self.run_body(delivery, args, kwargs)
+        me = get_ident()
+        self.guard.in_free_bodies.add(me)
+        try:
+            result = self.run_body(delivery, args, kwargs)
+        finally:
+            self.guard.in_free_bodies.discard(me)
         delivery.finish()
         return result
 

@@ -342,3 +342,21 @@ def test_a_message_that_a_middleware_refuses_is_not_sent(ledger: LedgerStage, wr
     # Then the change stands, and nothing is owed
     assert ledger.effects() == ["change"]
     assert ledger.rows() == []
+
+
+def test_a_message_of_a_transaction_that_sql_began_leaves_with_its_commit(
+    ledger: LedgerStage, write: Actor[..., Any]
+) -> None:
+    # Given a transaction that peewee knows nothing of, and that is rolled back
+    ledger.database.execute_sql("BEGIN")
+    write.send("undone")
+    ledger.database.execute_sql("ROLLBACK")
+
+    # When a message is sent in one that is committed
+    ledger.database.execute_sql("BEGIN")
+    kept = write.send("a")
+    assert ledger.owed() == []
+    ledger.database.execute_sql("COMMIT")
+
+    # Then it is owed, and the other one is nowhere
+    assert ledger.owed() == [kept.message_id]
