@@ -97,7 +97,7 @@ def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
 def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
     finding = False
     if chosen.action in (None, "list"):
-        letters = dead_letters.newest(ledger, 100)
+        letters = dead_letters.newest(ledger, None)
         finding = bool(letters)
     else:
         by_id = {ident: dead_letters.find(ledger, ident) for ident in chosen.ids}

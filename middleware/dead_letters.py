@@ -8,7 +8,7 @@ from dramatiq import Message
 from dramatiq.errors import DecodeError
 
 from . import payload
-from .errors import InvalidMessage, NotRequeued, TransactionEscaped
+from .errors import InvalidKey, InvalidMessage, NotRequeued, TransactionEscaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +36,8 @@ def find(ledger: Ledger, ident: str) -> list[DeadLetter]:
     return list(model.select().where(which).order_by(model.id))
 
 
-def newest(ledger: Ledger, limit: int) -> list[DeadLetter]:
-    """The dead letters that died last, the newest first."""
+def newest(ledger: Ledger, limit: int | None) -> list[DeadLetter]:
+    """The dead letters that died last, the newest first; all of them without a limit."""
     model = ledger.dead_letters
     return list(model.select().order_by(model.id.desc()).limit(limit))
 
@@ -63,7 +63,7 @@ def requeue(ledger: Ledger, letter: DeadLetter, *, force: bool = False) -> None:
         message: Message[Any] = Message.decode(bytes(letter.message))
         options = {name: value for name, value in message.options.items() if name not in _OF_AN_ATTEMPT}
         payload.check_fields(message._replace(options=options))
-    except (DecodeError, InvalidMessage, AttributeError) as error:
+    except (DecodeError, InvalidMessage, InvalidKey, AttributeError) as error:
         raise NotRequeued(f"Dead letter {letter.id} cannot be sent: {error} Discard it.") from error
     model = ledger.dead_letters
     with ledger.database.atomic():

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from dramatiq import Message
 from dramatiq.broker import MessageProxy
 
+#: No message of ours comes near to this.
+MOST_ATTEMPTS = 100_000_000
+
 _owed = re.compile(r"owed-(\d{1,9})-(\d{1,9})-(.*)", re.DOTALL).fullmatch
 
 
@@ -31,11 +34,16 @@ class Owed(NamedTuple):
         found = _owed(redis_id)
         if found is None:
             return None
-        size, names = int(found[2]), found[3]
+        attempt, size, names = int(found[1]), int(found[2]), found[3]
         # A name that PostgreSQL cannot store is in no row.
-        if not names[:size] or "\0" in names or any("\ud800" <= one <= "\udfff" for one in names):
+        if (
+            attempt >= MOST_ATTEMPTS
+            or not names[:size]
+            or "\0" in names
+            or any("\ud800" <= one <= "\udfff" for one in names)
+        ):
             return None
-        return cls(names[size:], names[:size], int(found[1]))
+        return cls(names[size:], names[:size], attempt)
 
 
 class Delivery(MessageProxy):

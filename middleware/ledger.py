@@ -146,13 +146,17 @@ class Ledger:
             self.replace, (*_names_of(message), attempt + 1, message.encode(), delay_ms / 1_000)
         )
 
-    def is_dead(self, message_id: str, actor_name: str, attempt: int) -> bool:
-        """Whether this attempt, or a later one, became a dead letter: a late copy of it ends with that."""
+    def is_late(self, owed: Owed) -> bool:
+        """Whether a delivery is a late copy: its row is gone, and its message a dead letter by now.
+
+        A message that was sent again under the same id has a row.
+        """
+        these = "message_id = %s AND actor_name = %s AND attempt"
         text = (
-            f"SELECT 1 FROM {table_of(self.dead_letters)} "
-            f"WHERE message_id = %s AND actor_name = %s AND attempt >= %s"
+            f"SELECT 1 WHERE EXISTS (SELECT 1 FROM {table_of(self.dead_letters)} WHERE {these} >= %s) "
+            f"AND NOT EXISTS (SELECT 1 FROM {self.table} WHERE {these} <= %s)"
         )
-        return self.database.execute_sql(text, (message_id, actor_name, attempt)).fetchone() is not None
+        return self.database.execute_sql(text, (*owed, *owed)).fetchone() is not None
 
     def waits_for(self, message_id: str) -> bool:
         """Whether a message, or what comes before it in its pipeline, leaves with the open transaction."""

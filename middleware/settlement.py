@@ -79,8 +79,7 @@ def _store(
 ) -> None:
     """Everything that ends a delivery, in one transaction."""
     with ledger.database.atomic():
-        names = delivery.message_id, delivery.actor_name
-        if not delivery.done and ledger.is_dead(*names, delivery.attempt):
+        if delivery.owed is not None and not delivery.done and ledger.is_late(delivery.owed):
             return  # a late copy: its retries and its dead letter were written long ago
         if delivery.failed and not _bury(broker, ledger, guard, delivery):
             delivery.sent.clear()  # the work is done, so nothing that mourns it leaves
