@@ -281,3 +281,27 @@ def test_what_is_stored_after_a_failure_has_the_arguments_that_came_t17(
     # Then the row has what was sent
     stored = ledger.row().message if max_retries else Message.decode(ledger.letter().message)
     assert (stored.args, stored.kwargs) == (message.args, message.kwargs) == ((["a"],), {"more": {"b": "c"}})
+
+
+def test_a_dead_message_that_is_sent_once_more_has_an_end_again(ledger: LedgerStage) -> None:
+    # Given a message that has failed for good, and whose dead letter is still there
+    tries: list[str] = []
+
+    @ledger.actor(max_retries=0)
+    def fails(label: str) -> None:
+        tries.append(label)
+        raise ValueError(label)
+
+    with ledger.worker_and_relay():
+        message = ledger.send(fails.message("a"))
+        eventually(ledger.letters)
+        ledger.expect_settled()
+
+        # When somebody sends it once more, and it fails again
+        ledger.send(message)
+        eventually(lambda: len(tries) > 1)
+
+        # Then it is owed no longer, and does not come again and again
+        ledger.expect_settled()
+    assert len(tries) == 2
+    assert 1 <= len(ledger.letters()) <= 2
