@@ -6,12 +6,12 @@ import json
 import logging
 from io import StringIO
 from threading import Event
-from time import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from dramatiq import Message
 
+from .letters import expect_nothing_left, letters, owe, put, raw_of, the_letter
 from .processes import eventually
 
 if TYPE_CHECKING:
@@ -22,59 +22,6 @@ if TYPE_CHECKING:
     from .ledger_stage import LedgerStage
 
 pytest_plugins = ("tests.ledger_stage", "tests.relay_fixtures")
-
-COLUMNS = [
-    "id",
-    "message_id",
-    "consumer_name",
-    "actor_name",
-    "queue_name",
-    "arguments",
-    "options",
-    "message",
-    "reason",
-    "error_class",
-    "error_text",
-    "traceback",
-    "attempt",
-    "attempts",
-    "sent_at",
-    "died_at",
-]
-
-
-def letters(ledger: LedgerStage) -> list[dict[str, Any]]:
-    """All dead letters with all that is known of them."""
-    rows = ledger.sql(f"SELECT {', '.join(COLUMNS)} FROM dead_letters ORDER BY id")
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-
-
-def the_letter(ledger: LedgerStage) -> dict[str, Any]:
-    """Wait for the one dead letter, whose message Redis and the ledger have let go."""
-    eventually(lambda: len(letters(ledger)) == 1, what=lambda: (ledger.rows(), letters(ledger)))
-    ledger.expect_settled()
-    (letter,) = letters(ledger)
-    return letter
-
-
-def raw_of(message: Message[Any], **fields: Any) -> bytes:
-    """A message as another client may have encoded it."""
-    return json.dumps(message.asdict() | fields).encode()
-
-
-def put(ledger: LedgerStage, *raws: bytes) -> None:
-    """Put encoded messages into the queue, all at one moment, so that one fetch brings them."""
-    with ledger.redis.pipeline(transaction=True) as pipe:
-        for number, raw in enumerate(raws):
-            pipe.hset("stage:default.msgs", f"put-{number}", raw)
-            pipe.rpush("stage:default", f"put-{number}")
-        pipe.execute()
-
-
-def owe(ledger: LedgerStage, message: Message[Any], raw: bytes) -> None:
-    """Let the ledger owe these bytes."""
-    ledger.send(message)
-    ledger.sql("UPDATE outbox_messages SET message = %s WHERE message_id = %s", raw, message.message_id)
 
 
 @pytest.fixture
@@ -191,7 +138,8 @@ def test_a_dead_letter_can_be_stored_whatever_its_message_holds_t13(
         # Then its bytes, its arguments and its options are there
         assert bytes(letter["message"]) == raw
         assert letter["message_id"] == message.message_id
-        assert (letter["error_class"], letter["attempts"]) == ("ValueError", 1)
+        assert (letter["reason"], letter["error_class"]) == ("no retry left", "ValueError")
+        assert letter["attempts"] == 1
         assert letter["arguments"]
         assert letter["options"]
 
@@ -251,7 +199,7 @@ def test_a_dead_letter_can_be_stored_whatever_its_error_says_t13(ledger: LedgerS
 
         # Then the dead letter has the class of the error
         assert letter["message_id"] == sent.message_id
-        assert letter["error_class"] == type(ERRORS[what]()).__name__
+        assert (letter["reason"], letter["error_class"]) == ("no retry left", type(ERRORS[what]()).__name__)
 
         # And the thread takes the next message (I8)
         ledger.send(write.message("good"))
@@ -281,10 +229,11 @@ def test_arguments_nested_to_any_depth_are_one_dead_letter_t13(
 
 def test_a_dead_letter_waits_for_a_postgresql_that_is_away_i9(ledger: LedgerStage) -> None:
     # Given an actor without a transaction, which fails for good while PostgreSQL is away
-    running, go_on = Event(), Event()
+    running, go_on, runs = Event(), Event(), list[str]()
 
     @ledger.actor(idempotency="off", max_retries=0)
     def write(label: str) -> None:
+        runs.append(label)
         running.set()
         go_on.wait(20)
         raise ValueError("no")
@@ -303,6 +252,29 @@ def test_a_dead_letter_waits_for_a_postgresql_that_is_away_i9(ledger: LedgerStag
 
         # Then there is the dead letter, and that of bytes that came meanwhile
         eventually(lambda: len(letters(ledger)) == 2, 20)
-        ledger.expect_settled()
+        expect_nothing_left(ledger)
     assert {letter["message_id"] for letter in letters(ledger)} == {sent.message_id, None}
-    assert time() * 1_000 > sent.message_timestamp
+    assert runs == ["a"]
+
+
+def test_a_dead_letter_that_its_table_does_not_take_is_stored_in_a_form_that_fits(
+    ledger: LedgerStage, fails: Actor[..., Any]
+) -> None:
+    # Given a table with a limit of its own
+    ledger.sql("ALTER TABLE dead_letters ADD CHECK (length(arguments) < 100)")
+
+    # When a message fails for good whose letter is beyond it
+    with ledger.worker_and_relay(threads=1):
+        sent = ledger.send(fails.message("x" * 1_000))
+        letter = the_letter(ledger)
+
+        # Then its bytes are there, and why there is no more
+        assert bytes(letter["message"]) == sent.encode()
+        assert letter["message_id"] == sent.message_id
+        assert letter["reason"] == "cannot be stored"
+        assert "check constraint" in letter["error_text"]
+
+        # And the thread takes the next message (I8)
+        ledger.send(fails.message("good"))
+        ledger.expect_settled()
+    assert ledger.effects() == ["good"]

@@ -6,8 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from dramatiq import Message, Middleware
+from dramatiq import Middleware
 
+from .letters import owe, put, raw_of
 from .processes import eventually
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ FEW = 12
 
 def changed(**fields: Any) -> Any:
     """A message with some fields replaced."""
-    return lambda message: json.dumps(message.asdict() | fields).encode()
+    return lambda message: raw_of(message, **fields)
 
 
 def without(field: str) -> Any:
@@ -101,21 +102,6 @@ def write(ledger: LedgerStage) -> Actor[..., Any]:
     return write
 
 
-def put(ledger: LedgerStage, *raws: bytes) -> None:
-    """Put encoded messages into the queue, all at one moment, so that one fetch brings them."""
-    with ledger.redis.pipeline(transaction=True) as pipe:
-        for number, raw in enumerate(raws):
-            pipe.hset("stage:default.msgs", f"put-{number}", raw)
-            pipe.rpush("stage:default", f"put-{number}")
-        pipe.execute()
-
-
-def publish(ledger: LedgerStage, message: Message[Any], raw: bytes) -> None:
-    """Let the ledger owe these bytes."""
-    ledger.send(message)
-    ledger.sql("UPDATE outbox_messages SET message = %s WHERE message_id = %s", raw, message.message_id)
-
-
 def ends(ledger: LedgerStage) -> list[str]:
     """How everything has ended that is not good: by an effect or by a dead letter."""
     effects = [label for label in ledger.effects() if not label.startswith("good")]
@@ -135,7 +121,7 @@ def test_an_odd_message_has_one_end_and_the_good_ones_of_its_fetch_pass_t21(
         put(ledger, good[0].encode(), raw, good[1].encode())
     else:
         for one, its_raw in ((good[0], good[0].encode()), (message, raw), (good[1], good[1].encode())):
-            publish(ledger, one, its_raw)
+            owe(ledger, one, its_raw)
 
     # When they are fetched
     with ledger.worker_and_relay(threads=1):

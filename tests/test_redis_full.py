@@ -80,6 +80,7 @@ def test_a_full_redis_drains_by_itself(small: LedgerStage) -> None:
         eventually(lambda: in_queue(small))
         tried(small, 3)
         assert 0 < len(in_queue(small)) < 300
+        limit_memory(small, -ROOM_BYTES // 4)  # far more than full, so that nothing can be written at all
 
         # When a worker comes
         with small.worker():
