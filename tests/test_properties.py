@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .servers import Servers
 
 #: About a minute.
-EXAMPLES, STEPS = 22, 16
+EXAMPLES, STEPS = 20, 16
 #: What a killed worker had is missed after a second, what Redis has lost is found after three.
 SETTLE_S = 30
 
