@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import sys
+from io import TextIOWrapper
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="a module that makes the broker",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object for each dead letter")
+    parser.add_argument("--redis", action="store_true", help="list what lies in Dramatiq's own queues")
     parser.add_argument("--force", action="store_true", help="requeue also what may have had its effect")
     chosen = parser.parse_args(arguments)
     if chosen.command != "dead-letters" and chosen.action:
@@ -45,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.command == "dead-letters" and bool(chosen.ids) == (chosen.action in (None, "list")):
         parser.error("list takes no ids, and show, requeue and discard take at least one")
     sys.path.insert(0, "")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever a message holds is shown
     try:
         broker = broker_of(chosen.broker)
         if chosen.command == "migrate":
@@ -59,6 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.command == "relay":
             relay(broker, broker.ledger)
             return 0
+        if chosen.redis and chosen.command == "dead-letters":
+            return _list_redis(broker)
         return _dead_letters(broker.ledger, chosen)
     except (OnetakeError, peewee.PeeweeException, redis.RedisError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
@@ -117,6 +123,13 @@ def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:
         else:
             _print(letter, chosen)
     return int(finding)
+
+
+def _list_redis(broker: DurableRedisBroker) -> int:
+    rows = list(dead_letters.in_redis(broker))
+    for row in rows:
+        print(json.dumps({**row, "message": row["message"].decode("utf-8", "backslashreplace")}))
+    return int(bool(rows))
 
 
 def _print(letter: DeadLetter, chosen: argparse.Namespace) -> None:

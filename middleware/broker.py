@@ -190,9 +190,7 @@ class DurableRedisBroker(RedisBroker):
         if isinstance(message, Delivery) and not message.running:
             return self._retry(message, delay)
         at_once = message.options.get("outbox") is False
-        if "outbox" in message.options:
-            kept = {name: value for name, value in message.options.items() if name != "outbox"}
-            message = message._replace(options=kept)
+        message = _without_choice(message)
         if at_once and delay is not None:
             raise ConfigurationError(
                 "outbox=False sends at once, so it goes with no delay: drop one of the two."
@@ -257,6 +255,7 @@ class DurableRedisBroker(RedisBroker):
             raise ConfigurationError("Without a ledger there is no outbox: hand the broker ledger=(...).")
         if style not in ("format", "numeric"):
             raise ConfigurationError(f"style is {style!r}; it must be 'format' or 'numeric'.")
+        message = _without_choice(message)
         self.emit_before("enqueue", message, delay or None)
         text, values = self.ledger.insert, self.ledger.values_of(message, delay)
         if style == "numeric":
@@ -324,6 +323,13 @@ class DurableRedisBroker(RedisBroker):
         key = f"{self.namespace}:__acks__.{self.broker_id}.{queue_name}"
         ids: Any = self.client.smembers(key)
         return set(ids)
+
+
+def _without_choice(message: Message[Any]) -> Message[Any]:
+    """The message without the option that says where it goes."""
+    if "outbox" not in message.options:
+        return message
+    return message._replace(options={key: value for key, value in message.options.items() if key != "outbox"})
 
 
 def connect(
