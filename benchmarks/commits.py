@@ -25,14 +25,20 @@ def commit_to_redis_ms() -> float:
     with database.atomic():
         message = with_sql.send("SKU-1", "key")
     committed = perf_counter()
-    found: Any = broker.client.blpop([QUEUE], DEADLINE_S)
+    while not _pop().endswith(message.message_id.encode()):
+        if perf_counter() > committed + DEADLINE_S:
+            raise TimeoutError(f"Message {message.message_id} did not come within {DEADLINE_S} s.")
     arrived = perf_counter()
-    if not found or not found[1].endswith(message.message_id.encode()):
-        raise TimeoutError(f"Message {message.message_id} did not come within {DEADLINE_S} s: {found!r}")
     # Else the audit would find out that we have stolen it, and publish it again.
     OutboxMessage.delete().execute()
     broker.client.delete(f"{QUEUE}.msgs")
     return 1_000 * (arrived - committed)
+
+
+def _pop() -> bytes:
+    """The next id; it may be one that the audit has put back meanwhile."""
+    found: Any = broker.client.blpop([QUEUE], 1)
+    return bytes(found[1]) if found else b""
 
 
 if __name__ == "__main__":
