@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,9 +18,7 @@ import psycopg2
 import pytest
 import redis
 
-from actors import broker, reserve_stock
 from embedded import kept_folder
-from models import DeadLetter, Order, OrderState, Stock, database
 
 from .processes import eventually
 from .servers import PROJECT, Servers
@@ -29,8 +26,6 @@ from .servers import PROJECT, Servers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from .processes import WorkerProcess
 
 IGNORED = shutil.ignore_patterns(".*", "tests", "benchmarks", "docs")
 
@@ -160,61 +155,6 @@ def test_what_cannot_work_is_a_sentence(env: dict[str, str], sentence: str) -> N
     assert done.returncode == 1
     assert re.search(sentence, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_dead_letters_are_listed_shown_requeued_and_discarded(
-    clean: Servers, worker_process: Callable[..., WorkerProcess]
-) -> None:
-    # Given two messages that failed for good, because their orders do not exist
-    first, second = (reserve_stock.send_with_options(args=(n,), max_retries=0).message_id for n in (1, 2))
-    worker = worker_process()
-    eventually(lambda: DeadLetter.select().count() == 2, what=worker.output)
-
-    # When they are listed, then both are there, the newest first, and the exit code says so
-    listed = run("dead-letters", "list", "--json")
-    letters = [json.loads(line) for line in listed.stdout.splitlines()]
-    assert listed.returncode == 1
-    assert {letter["message_id"] for letter in letters} == {first, second}
-    assert [letter["id"] for letter in letters] == [2, 1]
-    assert {letter["error_class"] for letter in letters} == {"OrderDoesNotExist"}
-
-    # And one that is shown tells all that is known
-    shown = run("dead-letters", "show", first).stdout
-    assert "reason: no retry left" in shown
-    assert "Traceback" in shown
-
-    # When the cause is gone and the first is requeued, then it takes effect
-    Stock.create(sku="SKU-1", quantity=5)
-    order = Order.create(sku="SKU-1", quantity=1, customer="Ada")
-    assert json.loads(run("dead-letters", "requeue", first, "--json").stdout)["outcome"] == "requeued"
-    eventually(lambda: Order.get_by_id(order.id).state == OrderState.CONFIRMED, what=worker.output)
-
-    # When the other is discarded, by the id of its row, then there is none
-    (row,) = DeadLetter.select()
-    assert run("dead-letters", "discard", str(row.id)).returncode == 0
-    assert run("dead-letters", "list").stdout.strip() == "There are no dead letters."
-    assert run("dead-letters", "list").returncode == 0
-
-    # And one that is not there is said not to be
-    gone = run("dead-letters", "requeue", first)
-    assert gone.returncode == 1
-    assert gone.stderr == f"There is no dead letter {first}.\n"
-    database.close()
-
-
-def test_dead_letters_of_dramatiqs_own_queues_are_listed(clean: Servers) -> None:
-    # Given a dead letter from before there was a ledger
-    message = reserve_stock.message(1)
-    queue = f"{broker.namespace}:{message.queue_name}.XQ"
-    broker.client.zadd(queue, {message.message_id: 1})
-    broker.client.hset(f"{queue}.msgs", message.message_id, message.encode())
-
-    # When these are listed
-    listed = run("dead-letters", "list", "--redis", "--json")
-
-    # Then it is there
-    (letter,) = map(json.loads, listed.stdout.splitlines())
-    assert json.loads(letter["message"])["message_id"] == message.message_id
 
 
 def test_the_relay_ends_in_good_order(clean: Servers, manage: Callable[..., Command]) -> None:
