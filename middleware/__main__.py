@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 from io import TextIOWrapper
-from threading import Event
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import dramatiq
@@ -24,6 +24,10 @@ from .relay import Relay
 if TYPE_CHECKING:
     from .ledger import Ledger
     from .tables import DeadLetter
+
+
+#: How long the round may take that a relay is in when it is told to stop.
+LAST_ROUND_S = 8.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,7 +101,14 @@ def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
     stopping = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    Relay(broker, ledger).run(stopping)
+    # On a thread: in libpq this one would hear of no signal while PostgreSQL is frozen.
+    thread = Thread(target=Relay(broker, ledger).run, args=(stopping,), daemon=True)
+    thread.start()
+    while thread.is_alive() and not stopping.wait(1.0):
+        pass
+    if not stopping.is_set():
+        raise SystemExit(1)  # it died, and its traceback has been printed
+    thread.join(timeout=LAST_ROUND_S)
 
 
 def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:

@@ -85,6 +85,9 @@ class DurableRedisBroker(RedisBroker):
             raise ConfigurationError("Redis Cluster cannot hold Dramatiq's keys: use a single Redis.")
         if outbox not in ("transaction", "always"):
             raise ConfigurationError(f"outbox is {outbox!r}; it must be 'transaction' or 'always'.")
+        for name, value in (("redis_window", redis_window), ("max_message_bytes", max_message_bytes)):
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(f"{name} is {value!r}; it must be a whole number of at least 1.")
         self.url = url
         self.url_variable = url_variable
         self.ledger = None if ledger is None else Ledger(ledger, max_message_bytes)

@@ -35,6 +35,8 @@ POLL_S = 0.25
 AUDIT_S, AUDIT_AGE_S = 3.0, 1.0
 #: How long a relay waits for a server that is away.
 AWAY_S = 0.5
+#: How much later a row is tried again that Redis refused, in seconds.
+LATER_S = 1.0
 #: Ids in one question.
 IDS = 1_000
 
@@ -90,7 +92,7 @@ class Relay:
         self._full = {queue for queue in self._full if self.broker.is_full(queue)}
         rows = self.ledger.take_due(self.batch, self.overdue_s, sorted(self._full))
         self.broker.guard.outage.ends()
-        left, count = list(rows), 0
+        left, chunk, count = list(rows), [], 0
         try:
             for chunk in _chunks(rows):
                 count += self._push(self.ledger.with_messages(chunk))
@@ -103,7 +105,9 @@ class Relay:
             self.broker.client.connection_pool.disconnect(inuse_connections=False)
             return 0
         except redis.RedisError:
-            self.ledger.give_back(row.owed for row in left)
+            # Maybe it is the fault of one of these, so that what comes later has its turn first (T16).
+            self.ledger.give_back((row.owed for row in chunk), later_s=LATER_S)
+            self.ledger.give_back(row.owed for row in left[len(chunk) :])
             self.batch = max(1, self.batch // 2)
             raise
         self.batch = min(BATCH, 2 * self.batch)
@@ -112,13 +116,13 @@ class Relay:
     def _push(self, rows: list[Row]) -> int:
         arguments = [part for row in rows for part in (row.queue_name, row.owed.redis_id, row.message)]
         answers = self.broker.call("publish", self.broker.redis_window, *arguments)
-        refused, too_much, trouble = [], [], ""
+        refused, later, trouble = [], [], ""
         for row, answer in zip(rows, (answer.decode() for answer in answers), strict=True):
             if answer == "full":
                 self._full.add(row.queue_name)
                 refused.append(row.owed)
             elif answer.startswith("OOM"):
-                too_much.append(row.owed)
+                later.append(row.owed)
             elif answer.startswith("WRONGTYPE"):  # the queue's own fault: it must not stop the others
                 logger.error(
                     "Message %r of actor %r cannot be published and is set aside for a minute: %s",
@@ -128,13 +132,13 @@ class Relay:
                 )
                 self.ledger.set_aside(row.owed, answer)
             elif answer != "ok":  # a replica, a full disk, a missing right: Redis's trouble
-                refused.append(row.owed)
+                later.append(row.owed)
                 trouble = answer
         self.ledger.give_back(refused)
-        self.ledger.give_back(too_much, later_s=1.0)  # what is smaller may fit: it comes first
+        self.ledger.give_back(later, later_s=LATER_S)  # what is smaller may fit: it comes first
         if trouble:
             raise redis.ResponseError(trouble)
-        if too_much:
+        if later:
             raise _RedisIsFull
         return len(rows) - len(refused)
 

@@ -165,6 +165,53 @@ def test_what_is_set_aside_is_tried_again_in_a_minute_and_not_sooner(
     assert 30 < ledger.rows()[-1].due_in_s < 60
 
 
+def test_a_message_that_redis_never_takes_holds_up_no_other_t16(
+    ledger_with: Callable[..., LedgerStage],
+) -> None:
+    # Given a Redis that hangs up on whoever sends it more than a mebibyte, and a message that is larger
+    ledger = ledger_with(broker={"max_message_bytes": 2 << 20})
+
+    @ledger.actor()
+    def write(label: str, load: str = "") -> None:
+        ledger.effect(label)
+
+    ledger.redis.config_set("proto-max-bulk-len", 1 << 20)
+    try:
+        ledger.send(write.message("large", "x" * 1_300_000))
+        with ledger.relay():
+            # When others are due after it
+            sent = send_many(ledger, write, 10)
+
+            # Then these are published
+            eventually(lambda: sorted(in_queue(ledger)) == sorted(sent), what=lambda: in_queue(ledger))
+    finally:
+        ledger.redis.config_set("proto-max-bulk-len", 512 << 20)
+
+
+def test_a_queue_that_redis_forbids_holds_up_no_other_t16(
+    ledger: LedgerStage, write: Actor[..., Any]
+) -> None:
+    # Given a Redis in which we may not write to one queue, and rows of it
+    @ledger.actor(queue_name="other")
+    def other(label: str, load: str = "") -> None:
+        ledger.effect(label)
+
+    client: Any = ledger.redis
+    client.acl_setuser("default", enabled=True, reset_keys=True, keys=["stage:default*", "stage:_*", "stage"])
+    try:
+        send_many(ledger, other, 10)
+        with ledger.relay():
+            # When rows of another queue are due after them, for longer than it takes to try all
+            sent = []
+            for number in range(12):
+                sent.append(ledger.send(write.message(str(number))))
+
+                # Then they are published
+                eventually(lambda: client.llen("stage:default") == len(sent), what=ledger.rows)
+    finally:
+        client.acl_setuser("default", enabled=True, keys=["*"])
+
+
 @pytest.mark.parametrize("trouble", ["replica", "too few replicas"])
 def test_a_redis_that_takes_no_writes_for_a_while_sets_nothing_aside_i9(
     ledger: LedgerStage, write: Actor[..., Any], trouble: str
