@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from signal import SIGCONT, SIGSTOP, SIGTERM
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,21 @@ def test_a_relay_can_be_ended_while_a_server_is_away(
 
     # Then it does, and well
     assert relay.wait() == 0, relay.output()
+
+
+def test_a_relay_can_be_ended_while_postgresql_is_frozen(
+    ledger: LedgerStage, relay_beside: StartRelay
+) -> None:
+    # Given a relay whose session in PostgreSQL answers nothing
+    relay = relay_beside(ledger)
+    ((backend,),) = ledger.sql("SELECT pid FROM pg_stat_activity WHERE application_name = %s", relay.name)
+    os.kill(backend, SIGSTOP)
+    try:
+        # When it is asked to end, then it does, and well
+        relay.signal(SIGTERM)
+        assert relay.wait() == 0
+    finally:
+        os.kill(backend, SIGCONT)
 
 
 def test_a_redis_that_hangs_does_not_make_a_relay_lose_rows(
