@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -25,7 +27,6 @@ from .servers import PROJECT, Servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 IGNORED = shutil.ignore_patterns(".*", "tests", "benchmarks", "docs")
 
@@ -219,9 +220,20 @@ def test_an_interrupted_demo_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_demo_takes_its_servers_and_workers_along(manage: Callable[..., Command]) -> None:
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder for temporary files that servers of another user can reach; removed with what is in it."""
+    with tempfile.TemporaryDirectory(prefix="onetake-test-", ignore_cleanup_errors=True) as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_killed_demo_takes_its_servers_and_workers_along(
+    manage: Callable[..., Command], open_folder: Path
+) -> None:
     # Given a demo that delivers
-    demo = manage("demo", DATABASE_URL="", REDIS_URL="", FORCE_COLOR="1", COLUMNS="120")
+    places = {"DATABASE_URL": "", "REDIS_URL": "", "TMPDIR": f"{open_folder}"}
+    demo = manage("demo", **places, FORCE_COLOR="1", COLUMNS="120")
     demo.wait_for("delivering")
     family = demo.family()
     assert len(running(family)) > 4
