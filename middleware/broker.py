@@ -161,7 +161,7 @@ class DurableRedisBroker(RedisBroker):
         @functools.wraps(get_result)
         def guarded(message: Any, *, block: bool = False, timeout: int | None = None) -> Any:
             ledger = self.ledger
-            inside = block and ledger is not None and ledger.database.in_transaction()
+            inside = block and ledger is not None and ledger.database.has_begun()
             if inside and ledger is not None and ledger.waits_for(message.message_id):
                 raise WaitInsideTransaction(
                     f"Message {message.message_id!r} leaves with the commit of the open transaction, so "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import psutil
 import psycopg2
 import pytest
 
@@ -133,6 +135,25 @@ def test_workers_end_while_deliveries_wait_for_their_key(shop: Shop, crew: Crew)
     assert not any(shop.in_hand().values())
     assert shop.dead() == []
     holder.close()
+
+
+def test_workers_end_while_deliveries_wait_for_a_frozen_postgresql_t6(shop: Shop, crew: Crew) -> None:
+    """A thread in libpq hears of nothing, so its connection is cut off."""
+    # Given workers, and a PostgreSQL of which every process stands still
+    crew.pair_of_kinds(threads=1, env={"dramatiq_queue_prefetch": "1"})
+    shop.deliver(sell.message("warm"), times=2)
+    eventually(lambda: shop.owed() == 0, what=crew.output)
+    server = psutil.Process(shop.servers.postgres.pid)
+    with ExitStack() as frozen:
+        for process in (server, *server.children()):
+            frozen.enter_context(paused(process.pid))
+        shop.deliver(sell.message_with_options(args=("a",), max_retries=0), times=2)
+        eventually(lambda: len(shop.reached("begin", "a")) == 2, what=crew.output)
+
+        # When they are told to stop, then they have ended soon, and both copies lie in the queue again
+        crew.stop(SOON_S)
+        assert shop.waiting() == 2
+    assert shop.dead() == []
 
 
 @pytest.mark.parametrize("hung", [False, True], ids=["away", "hung"])
