@@ -12,13 +12,13 @@ from dramatiq.results.backends import RedisBackend
 import settings
 from middleware import DurableRedisBroker, IdempotentConsumer
 from middleware.broker import connect
-from models import DeadLetter, OutboxMessage, ProcessedMessage
+from models import Barrier, BarrierMember, DeadLetter, OutboxMessage, ProcessedMessage, Tick
 
 broker = DurableRedisBroker(
     url=settings.REDIS_URL,
     namespace=settings.REDIS_NAMESPACE,
     heartbeat_timeout=settings.HEARTBEAT_TIMEOUT_MS,
-    ledger=(OutboxMessage, DeadLetter),
+    ledger=(OutboxMessage, DeadLetter, Barrier, BarrierMember, Tick),
     redis_window=settings.REDIS_WINDOW,
     max_message_bytes=settings.MAX_MESSAGE_BYTES,
 )

@@ -18,7 +18,7 @@ from . import payload
 from .delivery import Owed
 from .errors import ConfigurationError, MessageTooLarge
 from .inbox import table_of
-from .tables import DEAD_LETTER_INDEXES, OUTBOX_INDEXES, OWED_CONSTRAINT, DeadLetter, OutboxMessage
+from .tables import OWED_CONSTRAINT, Barrier, BarrierMember, DeadLetter, OutboxMessage, Tick
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,17 +41,20 @@ class Ledger:
     """The statements on the tables of one application.
 
     Arguments:
-      models: a concrete OutboxMessage and a concrete DeadLetter, in any order.
+      models: the concrete models of `tables`, in any order; those of the keys may be among them.
       max_message_bytes: larger messages are refused where they are sent.
 
     Raises:
-      ConfigurationError: one of the two is missing.
+      ConfigurationError: one is missing.
     """
 
     def __init__(self, models: Iterable[type[peewee.Model]], max_message_bytes: int) -> None:
         models = list(models)
         self.outbox = _model(models, OutboxMessage)
         self.dead_letters = _model(models, DeadLetter)
+        self.barriers = _model(models, Barrier)
+        self.barrier_members = _model(models, BarrierMember)
+        self.ticks = _model(models, Tick)
         self.database: Database = self.outbox._meta.database
         self.max_message_bytes = max_message_bytes
         table = self.table = table_of(self.outbox)
@@ -305,15 +308,6 @@ def _model(models: list[type[peewee.Model]], kind: type[Any]) -> type[Any]:
         if issubclass(model, kind):
             return model
     raise ConfigurationError(
-        f"The ledger lacks a model: hand DurableRedisBroker ledger=(OutboxMessage, DeadLetter), "
-        f"with a subclass of tables.{kind.__name__} on your database among them."
+        f"The ledger lacks a model: hand DurableRedisBroker ledger=tables.on(database), or a tuple of "
+        f"models with a subclass of tables.{kind.__name__} on your database among them."
     )
-
-
-def index_statements(ledger: Ledger) -> list[str]:
-    """The statements that make the ledger's indexes where they are missing."""
-    return [
-        f'CREATE INDEX IF NOT EXISTS "{model._meta.table_name}_{short}" ON {table_of(model)} {definition}'
-        for model, indexes in ((ledger.outbox, OUTBOX_INDEXES), (ledger.dead_letters, DEAD_LETTER_INDEXES))
-        for short, definition in indexes.items()
-    ]

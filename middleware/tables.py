@@ -1,6 +1,7 @@
 """The columns and constraint names of Onetake's tables, as abstract peewee models.
 
-An application makes them concrete on its own database::
+An application makes them concrete on its own database, all at once with ``tables.on(database)``, or
+one by one::
 
     class ProcessedMessage(tables.ProcessedMessage):
         class Meta:
@@ -9,7 +10,7 @@ An application makes them concrete on its own database::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import peewee
 
@@ -26,9 +27,19 @@ OWED_CONSTRAINT = "outbox_messages_key"
 OUTBOX_INDEXES = {
     "due": "(due_at) WHERE published_at IS NULL",
     "published": "(published_at) WHERE published_at IS NOT NULL",
+    "parent": "USING hash (parent_id) WHERE parent_id IS NOT NULL",
 }
 #: By hash: what is no valid message id may be of any size (T13).
-DEAD_LETTER_INDEXES = {"message_id": "USING hash (message_id)"}
+DEAD_LETTER_INDEXES = {
+    "message_id": "USING hash (message_id)",
+    "parent": "USING hash (parent_id) WHERE parent_id IS NOT NULL",
+}
+#: For whoever asks what became of a message. Only those pay that were set off by another message, or
+#: carry a business key.
+INBOX_INDEXES = {
+    "parent": "USING hash (parent_id) WHERE parent_id IS NOT NULL",
+    "performer": "USING hash (performed_by) WHERE performed_by <> message_id",
+}
 
 
 class TimestampTZField(peewee.Field):
@@ -61,6 +72,8 @@ class ProcessedMessage(peewee.Model):
       digest_version: which way of computing the digest; only equal versions are compared.
       result: what the actor returned, NULL where it returned None or stores no result.
       processed_at: when the transaction began, by the database's clock.
+      parent_id: the message that set this one off, and sent_at: when; both as the ledger knew them,
+        NULL for a message that came from no row of it.
     """
 
     consumer_name = peewee.TextField()
@@ -70,6 +83,8 @@ class ProcessedMessage(peewee.Model):
     digest_version = peewee.SmallIntegerField()
     result = JSONBField(null=True)
     processed_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT now()")])
+    parent_id = peewee.TextField(null=True)
+    sent_at = TimestampTZField(null=True)
 
     class Meta:
         primary_key = False
@@ -102,6 +117,7 @@ class OutboxMessage(peewee.Model):
       due_at: not before; sent_at: since when. Both by the database's clock.
       published_at: when it was last given to Redis, NULL while it waits.
       refused: why Redis could not take it when it was last tried, NULL otherwise.
+      parent_id: the message that set this one off, NULL where none did.
     """
 
     message_id = peewee.TextField()
@@ -113,6 +129,7 @@ class OutboxMessage(peewee.Model):
     sent_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT clock_timestamp()")])
     published_at = TimestampTZField(null=True)
     refused = peewee.TextField(null=True)
+    parent_id = peewee.TextField(null=True)
 
     class Meta:
         primary_key = False
@@ -133,6 +150,7 @@ class DeadLetter(peewee.Model):
       reason: why in a few words; error_class, error_text, traceback: the last error.
       attempt: of its row in the ledger; attempts: how often its body ran.
       sent_at: when the sender made it, by his clock; died_at: by the database's.
+      parent_id: the message that set this one off, as far as the ledger knew.
     """
 
     id = peewee.BigAutoField()
@@ -151,6 +169,93 @@ class DeadLetter(peewee.Model):
     attempts = peewee.IntegerField()
     sent_at = TimestampTZField(null=True)
     died_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT clock_timestamp()")])
+    parent_id = peewee.TextField(null=True)
 
     class Meta:
         table_function = _dead_letters
+
+
+def _barriers(_model: type[peewee.Model]) -> str:
+    return "barriers"
+
+
+class Barrier(peewee.Model):
+    """What a group with completion callbacks waits for (T25).
+
+    Columns:
+      barrier_id: derived from the members, so that a group that is run twice has one barrier.
+      waiting: how many members are not done; the one that makes it 0 sends the callbacks.
+      callbacks: the encoded completion callbacks.
+      created_at: when the group was run, by the database's clock.
+    """
+
+    barrier_id = peewee.TextField(primary_key=True)
+    waiting = peewee.IntegerField()
+    callbacks = peewee.BlobField()
+    created_at = TimestampTZField(constraints=[peewee.SQL("DEFAULT now()")])
+
+    class Meta:
+        table_function = _barriers
+
+
+def _barrier_members(_model: type[peewee.Model]) -> str:
+    return "barrier_members"
+
+
+class BarrierMember(peewee.Model):
+    """A member of a group that is not done: its own transaction deletes the row and counts it.
+
+    Columns:
+      message_id: the member, for a pipeline its last step; barrier_id: which `Barrier` waits for it.
+    """
+
+    message_id = peewee.TextField()
+    barrier_id = peewee.TextField()
+
+    class Meta:
+        primary_key = peewee.CompositeKey("message_id", "barrier_id")
+        table_function = _barrier_members
+
+
+def _ticks(_model: type[peewee.Model]) -> str:
+    return "ticks"
+
+
+class Tick(peewee.Model):
+    """The latest tick of a periodic actor for which a message was written.
+
+    Columns:
+      consumer_name: the actor's stable name.
+      expression: by which the tick was found, its time zone included.
+      ticked_at: the tick.
+    """
+
+    consumer_name = peewee.TextField(primary_key=True)
+    expression = peewee.TextField()
+    ticked_at = TimestampTZField()
+
+    class Meta:
+        table_function = _ticks
+
+
+class Tables(NamedTuple):
+    """The concrete models of an application."""
+
+    ProcessedMessage: type[ProcessedMessage]
+    OutboxMessage: type[OutboxMessage]
+    DeadLetter: type[DeadLetter]
+    Barrier: type[Barrier]
+    BarrierMember: type[BarrierMember]
+    Tick: type[Tick]
+
+
+def on(database: peewee.Database, *, schema: str | None = None) -> Tables:
+    """All models on a database, made concrete.
+
+    Arguments:
+      database: a `Database` of this package.
+      schema: where the tables are; None: where the search_path finds them.
+    """
+    meta = type("Meta", (), {"database": database, "schema": schema})
+    kinds = (ProcessedMessage, OutboxMessage, DeadLetter, Barrier, BarrierMember, Tick)
+    return Tables(*(type(kind.__name__, (kind,), {"Meta": meta}) for kind in kinds))

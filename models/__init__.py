@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .barrier import Barrier, BarrierMember
 from .database import database
 from .dead_letter import DeadLetter
 from .migration import migrate
@@ -10,14 +11,18 @@ from .outbox_message import OutboxMessage
 from .processed_message import ProcessedMessage
 from .sample_data import load_sample_data
 from .stock import Stock
+from .tick import Tick
 
 __all__ = [
+    "Barrier",
+    "BarrierMember",
     "DeadLetter",
     "Order",
     "OrderState",
     "OutboxMessage",
     "ProcessedMessage",
     "Stock",
+    "Tick",
     "database",
     "load_sample_data",
     "migrate",

@@ -60,17 +60,7 @@ class LedgerStage(Stage):
     def models(self) -> Iterator[type[peewee.Model]]:
         """The tables of a ledger, as a foreign application makes them concrete."""
 
-        class OutboxMessage(tables.OutboxMessage):
-            class Meta:
-                pass
-
-        class DeadLetter(tables.DeadLetter):
-            class Meta:
-                pass
-
-        for model in (OutboxMessage, DeadLetter):  # not before a broker asks: there is no database yet
-            model.bind(self.database)
-            yield model
+        yield from tables.on(self.database)  # not before a broker asks: there is no database yet
 
     def _make_inbox(self) -> None:
         schema.migrate(self.broker)

@@ -11,7 +11,7 @@ from dramatiq.middleware import CurrentMessage, default_middleware
 
 import settings
 from middleware import DurableRedisBroker, IdempotentConsumer
-from models import DeadLetter, Order, OutboxMessage, ProcessedMessage, Stock
+from models import Barrier, BarrierMember, DeadLetter, Order, OutboxMessage, ProcessedMessage, Stock, Tick
 
 NAMESPACE = "properties"
 SKU = "SKU-1"
@@ -23,7 +23,7 @@ broker = DurableRedisBroker(
     url=settings.REDIS_URL,
     namespace=NAMESPACE,
     heartbeat_timeout=HEARTBEAT_MS,
-    ledger=(OutboxMessage, DeadLetter),
+    ledger=(OutboxMessage, DeadLetter, Barrier, BarrierMember, Tick),
     middleware=[*(kind() for kind in default_middleware), CurrentMessage()],
 )
 broker.add_middleware(IdempotentConsumer(ProcessedMessage))

@@ -12,29 +12,13 @@ import dramatiq
 from middleware import Database, DurableRedisBroker, IdempotentConsumer, tables
 
 database = Database(os.environ["DATABASE_URL"])
-
-
-class ProcessedMessage(tables.ProcessedMessage):
-    class Meta:
-        database = database
-
-
-class OutboxMessage(tables.OutboxMessage):
-    class Meta:
-        database = database
-
-
-class DeadLetter(tables.DeadLetter):
-    class Meta:
-        database = database
-
-
+models = tables.on(database)
 broker = DurableRedisBroker(
     url=os.environ["REDIS_URL"],
     namespace="stage",
-    ledger=(OutboxMessage, DeadLetter),
+    ledger=models,
     redis_window=int(os.environ.get("REDIS_WINDOW", "10000")),
     middleware=[],
 )
-broker.add_middleware(IdempotentConsumer(ProcessedMessage))
+broker.add_middleware(IdempotentConsumer(models.ProcessedMessage))
 dramatiq.set_broker(broker)

@@ -126,11 +126,14 @@ def test_an_empty_schema_of_the_search_path_gets_every_table(
     # Then every migration was applied, in order, and the tables are in that schema
     assert applied == ALL
     assert {name for (name,) in ask(admin, TABLES, schema)} == {
+        "barrier_members",
+        "barriers",
         "dead_letters",
         "orders",
         "outbox_messages",
         "processed_messages",
         "stock",
+        "ticks",
     }
 
 
@@ -261,7 +264,10 @@ def test_a_search_path_without_a_schema_is_refused_with_a_sentence(
     assert "CREATE SCHEMA" in str(refusal.value)
 
 
-@pytest.mark.parametrize("table", ["processed_messages", "outbox_messages", "dead_letters"])
+@pytest.mark.parametrize(
+    "table",
+    ["processed_messages", "outbox_messages", "dead_letters", "barriers", "barrier_members", "ticks"],
+)
 def test_a_migrated_table_is_what_the_middleware_makes_of_its_model(
     servers: Servers, admin: extensions.connection, schema: str, table: str
 ) -> None:
@@ -284,31 +290,25 @@ def test_a_migrated_table_is_what_the_middleware_makes_of_its_model(
 def broker_in(schema: str) -> DurableRedisBroker:
     """A broker whose models are twins of ours in another schema."""
 
-    class Key(tables.ProcessedMessage):
-        pass
-
-    class Owed(tables.OutboxMessage):
-        pass
-
-    class Dead(tables.DeadLetter):
-        pass
-
-    for model in (Key, Owed, Dead):
-        model.bind(database)
-        model._meta.schema = schema
-    broker = DurableRedisBroker(url=os.environ["REDIS_URL"], middleware=[], ledger=(Owed, Dead))
-    broker.add_middleware(IdempotentConsumer(Key))
+    models = tables.on(database, schema=schema)
+    broker = DurableRedisBroker(url=os.environ["REDIS_URL"], middleware=[], ledger=models)
+    broker.add_middleware(IdempotentConsumer(models.ProcessedMessage))
     return broker
 
 
-def test_only_the_constraint_of_the_key_lies_on_the_inbox(
+def test_one_index_lies_on_the_inbox_for_messages_that_nothing_set_off(
     servers: Servers, admin: extensions.connection
 ) -> None:
-    # Given the migrated inbox, then it has this one constraint, and no other index
+    # Given the migrated inbox, then it has this one constraint, and no other index but those for messages
+    # that another one set off, or that carry a business key
     inbox = ("public", "processed_messages")
     key = "(consumer_name, message_id)"
     assert ask(admin, CONSTRAINTS, *inbox) == [(tables.KEY_CONSTRAINT, f"UNIQUE {key}")]
-    assert ask(admin, INDEXES, *inbox) == [(tables.KEY_CONSTRAINT, f" USING btree {key}")]
+    assert ask(admin, INDEXES, *inbox) == [
+        (tables.KEY_CONSTRAINT, f" USING btree {key}"),
+        ("processed_messages_parent", " USING hash (parent_id) WHERE (parent_id IS NOT NULL)"),
+        ("processed_messages_performer", " USING hash (performed_by) WHERE (performed_by <> message_id)"),
+    ]
 
 
 def test_dead_rows_of_the_ledger_are_cleared_away_early(

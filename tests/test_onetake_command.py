@@ -31,22 +31,11 @@ from middleware import Database, DurableRedisBroker, IdempotentConsumer, tables
 
 database = Database(os.environ.get("DATABASE_URL"))
 
-class Key(tables.ProcessedMessage):
-    class Meta:
-        database = database
-
-class Owed(tables.OutboxMessage):
-    class Meta:
-        database = database
-
-class Dead(tables.DeadLetter):
-    class Meta:
-        database = database
-
-ledger = (Owed, Dead) if os.environ.get("LEDGER", "yes") == "yes" else None
+models = tables.on(database)
+ledger = models if os.environ.get("LEDGER", "yes") == "yes" else None
 broker = DurableRedisBroker(url=os.environ.get("REDIS_URL"), namespace="stage", ledger=ledger)
 if os.environ.get("GUARD", "yes") == "yes":
-    broker.add_middleware(IdempotentConsumer(Key))
+    broker.add_middleware(IdempotentConsumer(models.ProcessedMessage))
 dramatiq.set_broker(broker)
 """
 
@@ -120,7 +109,14 @@ def test_migrate_makes_the_tables_and_does_so_again_without_harm(shop: Shop) -> 
 
     # Then the tables are there
     assert code == 0
-    assert output.split() == ["processed_messages", "outbox_messages", "dead_letters"]
+    assert output.split() == [
+        "processed_messages",
+        "outbox_messages",
+        "dead_letters",
+        "barriers",
+        "barrier_members",
+        "ticks",
+    ]
     assert (shop.stage.rows(), shop.stage.letters(), shop.stage.key_rows()) == ([], [], [])
 
 
