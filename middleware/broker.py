@@ -17,9 +17,12 @@ from dramatiq.results import Results
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from .cancel import cancel
 from .consumer import DurableConsumer
+from .continuations import OutboxGroupCallbacks, in_place_of
 from .delivery import Delivery, current
-from .errors import ConfigurationError, WaitInsideTransaction
+from .errors import ConfigurationError, SentInsideTransaction, WaitInsideTransaction
+from .groups import hold
 from .idempotent import IdempotentConsumer
 from .ledger import Ledger
 from .life import Life
@@ -111,6 +114,8 @@ class DurableRedisBroker(RedisBroker):
         waker = connect(url, WAKE_TIMEOUT_S, WAKE_TIMEOUT_S) if url else self.client
         self._waker = waker.register_script(SCRIPTS["wake"])
         self.add_middleware(Life())
+        if self.ledger is not None:
+            self.add_middleware(OutboxGroupCallbacks())
 
     @property
     def guard(self) -> IdempotentConsumer:
@@ -150,7 +155,12 @@ class DurableRedisBroker(RedisBroker):
         return self.scripts[script](keys=[self.namespace], args=arguments)
 
     def add_middleware(self, middleware: Middleware, **place: Any) -> None:
-        """Add a middleware as Dramatiq does; results are then not waited for where that cannot end."""
+        """Add a middleware as Dramatiq does, or what stands for it in a stack with a ledger.
+
+        Results are then not waited for where that cannot end.
+        """
+        if self.ledger is not None:
+            middleware = in_place_of(middleware)
         super().add_middleware(middleware, **place)
         if isinstance(middleware, Results):
             self._guard_waits(middleware.backend)
@@ -161,8 +171,7 @@ class DurableRedisBroker(RedisBroker):
         @functools.wraps(get_result)
         def guarded(message: Any, *, block: bool = False, timeout: int | None = None) -> Any:
             ledger = self.ledger
-            inside = block and ledger is not None and ledger.database.has_begun()
-            if inside and ledger is not None and ledger.waits_for(message.message_id):
+            if block and ledger is not None and self._leaves_later(ledger, message.message_id):
                 raise WaitInsideTransaction(
                     f"Message {message.message_id!r} leaves with the commit of the open transaction, so "
                     f"its result cannot come before. Wait for it after the commit."
@@ -170,6 +179,15 @@ class DurableRedisBroker(RedisBroker):
             return get_result(message, block=block, timeout=timeout)
 
         backend.get_result = guarded
+
+    @staticmethod
+    def _leaves_later(ledger: Ledger, message_id: str) -> bool:
+        """Whether a message leaves with the open transaction, or when the running body has ended."""
+        if current.collects is not None:
+            wanted = message_id.encode()
+            values = (value for _, values in current.collects.sent for value in values)
+            return any(wanted in value for value in values if isinstance(value, bytes))
+        return ledger.database.has_begun() and ledger.waits_for(message_id)
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 5_000) -> DurableConsumer:
         """The consumer of a queue; always the same one, so that its notes outlive its thread."""
@@ -192,6 +210,8 @@ class DurableRedisBroker(RedisBroker):
         """
         if isinstance(message, Delivery) and not message.running:
             return self._retry(message, delay)
+        if current.group is not None and hold(self, _without_choice(message), delay):
+            return message
         at_once = message.options.get("outbox") is False
         message = _without_choice(message)
         if at_once and delay is not None:
@@ -201,25 +221,34 @@ class DurableRedisBroker(RedisBroker):
         if self.ledger is None:
             return super().enqueue(message, delay=delay)
         waits = delay is not None or self.always or self.ledger.database.has_begun()
-        if at_once or not (waits or current.failed):
+        if at_once or not (waits or current.collects):
             self.ledger.check_size(message)
             return super().enqueue(message)
         self.emit_before("enqueue", message, delay)
-        values = self.ledger.values_of(message, delay or 0)
-        if current.failed is not None:  # a hook after the body: it leaves with the end of the delivery
-            current.failed.sent.append(values)
-        else:
-            running = current.delivery
-            if running is not None and running.owed is not None and running.owed[:2] == values[:2]:
-                # A body that sends its own message again: its row is replaced, and not taken along
-                # with the end of this attempt.
-                self.ledger.owe_again(running.attempt, message, delay or 0)
-            else:
-                self.ledger.owe(values)
-            if not delay:
-                self.wake_after_commit()
+        self._owe(self.ledger, self.ledger.values_of(message, delay or 0, current.parent_id), message, delay)
         self.emit_after("enqueue", message, delay)
         return message
+
+    def _owe(self, ledger: Ledger, values: tuple[Any, ...], message: Message[Any], delay: int | None) -> None:
+        """Write a message into the ledger, now or with the end of the delivery that collects it."""
+        collects, running = current.collects, current.delivery
+        if collects is not None:
+            if collects.outside and ledger.database.has_begun():
+                raise SentInsideTransaction(
+                    f"The body of actor {collects.actor_name!r} sent message {message.message_id!r} inside "
+                    f"a transaction of its own, and what it sends leaves with the one after it: send "
+                    f"outside the block, or return first."
+                )
+            collects.sent.append((ledger.insert, values))
+            return
+        if running is not None and running.owed is not None and running.owed[:2] == values[:2]:
+            # A body that sends its own message again: its row is replaced, and not taken along with the
+            # end of this attempt.
+            ledger.owe_again(running.attempt, message, delay or 0)
+        else:
+            ledger.owe(values)
+        if not delay:
+            self.wake_after_commit()
 
     def _retry(self, delivery: Delivery, delay: int | None) -> Message[Any]:
         """A delivery that has ended is sent again; it is settled when that is safe (T9)."""
@@ -278,6 +307,18 @@ class DurableRedisBroker(RedisBroker):
             cursor.execute(*self.outbox_statement(message, delay=delay))
         self.emit_after("enqueue", message, delay or None)
         return message
+
+    def cancel(self, message: Message[Any]) -> bool:
+        """Cancel a message: True if it will not run, False if it has run or is running.
+
+        Its key is taken and its row deleted in one transaction: the caller's, or one of its own. It
+        counts as failed: its chain ends, its group does not complete, a wait for its result raises,
+        and what its pipeline did before is undone (``undone_by``).
+
+        Raises:
+          ConfigurationError: its actor's idempotency is not "transaction", or there is no ledger.
+        """
+        return cancel(self, message)
 
     def wake(self) -> None:
         """Tell a relay that something is due now; without that it looks 250 ms later (T16)."""

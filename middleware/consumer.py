@@ -232,7 +232,7 @@ class DurableConsumer(Consumer):
                     ledger.owe_later(message, Owed.of(redis_id))
                 else:
                     letter = letter_of(raw, self.queue_name, message, "not readable", error)
-                    ledger.divert(Owed.of(redis_id), letter)
+                    ledger.divert(Owed.of(redis_id), letter, message)
             except Exception as failure:  # noqa: BLE001 - the thread of the consumer has to go on
                 ledger.database.discard()
                 if is_of_the_server(failure):

@@ -245,6 +245,11 @@ class Database(peewee.PostgresqlDatabase):
             connection is not None and connection.get_transaction_status() != TRANSACTION_STATUS_IDLE
         )
 
+    def is_lost(self) -> bool:
+        """Whether this thread's connection is gone, or none could be made."""
+        connection: GuardedConnection | None = self._state.conn
+        return connection is None or connection.lost or connection.closed != 0
+
     def will_call(self, fn: Any) -> bool:
         """Whether `after_commit` has this function already."""
         return fn in self._state.commit_callbacks

@@ -9,6 +9,7 @@ from dramatiq.errors import DecodeError
 
 from . import payload
 from .errors import InvalidKey, InvalidMessage, NotRequeued, TransactionEscaped
+from .sagas import undo_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ def requeue(ledger: Ledger, letter: DeadLetter, *, force: bool = False) -> None:
     its age is counted from now, and its attempt is above the last.
 
     Arguments:
-      force: also one whose body may have committed without a key.
+      force: also one whose body may have committed without a key, or whose saga was undone.
 
     Raises:
       NotRequeued: with the reason.
@@ -63,8 +64,15 @@ def requeue(ledger: Ledger, letter: DeadLetter, *, force: bool = False) -> None:
         message: Message[Any] = Message.decode(bytes(letter.message))
         options = {name: value for name, value in message.options.items() if name not in _OF_AN_ATTEMPT}
         payload.check_fields(message._replace(options=options))
+        undone = undo_of(message)
     except (DecodeError, InvalidMessage, InvalidKey, AttributeError) as error:
         raise NotRequeued(f"Dead letter {letter.id} cannot be sent: {error} Discard it.") from error
+    if undone is not None and not force:
+        raise NotRequeued(
+            f"Dead letter {letter.id} is a step of a saga: the steps before it are undone, beginning with "
+            f"actor {undone.actor_name!r}. Run the pipeline again; or requeue it with force, and the steps "
+            f"after it run although those before it were undone."
+        )
     model = ledger.dead_letters
     with ledger.database.atomic():
         gone = model.delete().where(model.id == letter.id).returning(model.attempt).execute()
@@ -76,7 +84,7 @@ def requeue(ledger: Ledger, letter: DeadLetter, *, force: bool = False) -> None:
             message_timestamp=int(now_ms[0]),
             queue_name=message.queue_name.removesuffix(".DQ"),
         )
-        ledger.owe_again(letter.attempt, anew, 0)
+        ledger.owe_again(letter.attempt, anew, 0, letter.parent_id)
 
 
 def discard(ledger: Ledger, letter: DeadLetter) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dramatiq import Actor
 
 #: The values of our actor options; the first is the default.
-IDEMPOTENCY = ("transaction", "off")
+IDEMPOTENCY = ("transaction", "external", "off")
 ON_MISMATCH = ("refuse", "answer")
 
 
@@ -44,6 +44,11 @@ def check_actor(actor: Actor[Any, Any]) -> None:
         payload.valid_key(options.get("consumer_name", name), "consumer_name", f"actor {name!r}")
     except InvalidKey as error:
         raise ConfigurationError(str(error)) from None
+    undone_by = options.get("undone_by")
+    if undone_by is not None and not isinstance(undone_by, str):
+        raise ConfigurationError(
+            f"Actor {name!r}: undone_by is {undone_by!r}; it must be the name of an actor, as a str."
+        )
     if options.get("idempotency") != "off" and _is_async(actor.fn):
         raise ConfigurationError(
             f"Actor {name!r} is async: it runs on another thread, hence on another connection, and "

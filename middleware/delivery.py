@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dramatiq import Message
 from dramatiq.broker import MessageProxy
+
+if TYPE_CHECKING:
+    from .groups import HeldGroup
 
 #: No message of ours comes near to this.
 MOST_ATTEMPTS = 100_000_000
@@ -71,14 +74,23 @@ class Delivery(MessageProxy):
         self.dead = False
         #: Nothing remains to be done: skipped, or answered as a duplicate.
         self.done = False
-        #: What Retries decided (a message and its delay in milliseconds), and what other hooks sent
-        #: after the body had failed (rows of the ledger): stored together with the end.
+        #: What Retries decided (a message and its delay in milliseconds), and what was sent meanwhile
+        #: (statements on the ledger): stored together with the end.
         self.retry: tuple[Message[Any], float] | None = None
-        self.sent: list[tuple[Any, ...]] = []
+        self.sent: list[tuple[str, tuple[Any, ...]]] = []
+        #: What it sets off is still to be stored, with this result.
+        self.follows = False
+        self.result: Any = None
+        #: It was answered: another message under its business key did the work.
+        self.answered = False
+        #: Its key is taken by a cancellation.
+        self.cancelled = False
         #: The actor opted out of the transaction: a kill before the acknowledgement runs it again.
         self.unguarded = False
         #: The body runs; what it enqueues is no retry, not even this very message.
         self.running = False
+        #: Consumer name and key, while a body with outside effects runs.
+        self.outside: tuple[str, str] | None = None
 
     @property
     def attempt(self) -> int:
@@ -90,9 +102,10 @@ class Delivery(MessageProxy):
         original = Message.decode(self.raw)
         return dataclasses.replace(self._message, args=original.args, kwargs=original.kwargs)
 
-    def finish(self) -> None:
-        """Nothing remains to be done, but for its row in the ledger if it has one."""
-        self.done = self.owed is not None
+    def finish(self, result: Any = None, *, follows: bool = False) -> None:
+        """Nothing remains to be done, but for its row in the ledger and for what it sets off, if any."""
+        self.result, self.follows = result, follows
+        self.done = self.owed is not None or follows
         self.settled = not self.done
 
 
@@ -106,8 +119,11 @@ class _Current(threading.local):
     proxy: MessageProxy | None = None
     #: The performer took the delivery: an actor that is called from now on is called as a function.
     taken = False
-    #: The body of this delivery has failed: what hooks send now is stored with its end.
-    failed: Delivery | None = None
+    #: What is sent now is stored with the end of this delivery: its body has failed, or has no
+    #: transaction because its effects are outside.
+    collects: Delivery | None = None
+    #: A group that is being run: its members are held until the last is there.
+    group: HeldGroup | None = None
     #: The message in hand was performed before: what it set off is not set off again (I5).
     redelivered = False
 
@@ -115,7 +131,7 @@ class _Current(threading.local):
         """A message comes into hand."""
         self.proxy = message
         self.taken = False
-        self.failed = None
+        self.collects = None
         self.redelivered = False
         if isinstance(message, Delivery):
             self.delivery = message
@@ -127,8 +143,15 @@ class _Current(threading.local):
         delivery._message = delivery.as_it_came()
         if self.proxy is not None:
             self.proxy._message = delivery._message
+        delivery.sent.clear()
         if not delivery.foreign:
-            self.failed = delivery
+            self.collects = delivery
+
+    @property
+    def parent_id(self) -> str | None:
+        """The message that sets off what is sent now, None where nothing is being performed."""
+        parent = self.collects or self.delivery
+        return parent.message_id if parent is not None else None
 
 
 current = _Current()

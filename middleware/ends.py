@@ -56,6 +56,12 @@ SQLSTATES_AT_BEGIN: dict[str, End] = {
 }
 
 
+#: What these mean in a body that has no transaction of ours: running it again at once is not for us.
+SQLSTATES_OUTSIDE: dict[str, End] = {
+    state: end for state, end in SQLSTATES.items() if end is not End.RUN_AGAIN
+}
+
+
 def sqlstate_of(error: BaseException | None) -> str | None:
     """The SQLSTATE of an error of psycopg2, or of one that peewee wrapped (T26), if it has one."""
     if isinstance(error, peewee.PeeweeException):
@@ -107,6 +113,19 @@ def judge(error: BaseException, claim: Claim, lock_timeout_ms: int) -> tuple[End
     if sqlstate == LOCK_NOT_AVAILABLE and claim.last_statement_ms < _NEARLY * lock_timeout_ms:
         return End.FAIL, error  # NOWAIT, or a shorter limit of the body's own
     return look_up(SQLSTATES, sqlstate, End.FAIL), error
+
+
+def judge_outside(error: BaseException, *, lost: bool) -> End:
+    """How a delivery ends whose body had no transaction of ours and was stopped by an error.
+
+    Arguments:
+      lost: our connection in this thread is gone, so that the trouble is our server's.
+    """
+    if isinstance(error, Shutdown):
+        return End.GIVE_BACK
+    if not isinstance(error, Exception) or not is_of_the_server(error):
+        return End.FAIL
+    return End.GIVE_BACK if lost else look_up(SQLSTATES_OUTSIDE, sqlstate_of(error), End.FAIL)
 
 
 def _exceeded_limit(claim: Claim) -> LimitExceeded | None:

@@ -82,6 +82,24 @@ class TransactionEscaped(PermanentError):
     """
 
 
+class NotExternal(PermanentError):
+    """`idempotency_key()` was called where no body with outside effects runs.
+
+    Declare the actor with ``idempotency="external"``, and call it in the body, in the body's thread.
+    """
+
+
+class SentInsideTransaction(PermanentError):
+    """A body with outside effects sent a message inside a transaction of its own.
+
+    What such a body sends leaves with the transaction that comes after it. Send outside the block.
+    """
+
+
+class Cancelled(PermanentError):
+    """The message was cancelled before it ran: it counts as failed, and leaves no dead letter."""
+
+
 class NotRequeued(OnetakeError):
     """A dead letter is not sent again; the text says why, and what can be done."""
 
@@ -95,7 +113,10 @@ class NotDecided(PermanentError):
 
 
 class WaitInsideTransaction(OnetakeError):
-    """The result of a message that leaves with the commit was waited for before the commit."""
+    """The result of a message that leaves with the commit was waited for before the commit.
+
+    The same for what a body with outside effects sends: it leaves when the body has ended.
+    """
 
 
 class GivenBack(OnetakeError, SkipMessage):

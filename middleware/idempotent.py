@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dramatiq import Actor, Broker, Worker
     from dramatiq.broker import MessageProxy
 
+    from .inbox import Processed
     from .tables import ProcessedMessage
 
 #: How long to wait before an absent database is asked again, in seconds; how long before a message
@@ -66,7 +67,7 @@ class IdempotentConsumer(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {"consumer_name", "idempotency", "on_mismatch", "idle_limit_ms"}
+        return {"consumer_name", "idempotency", "on_mismatch", "idle_limit_ms", "undone_by"}
 
     # Waiting for PostgreSQL
 
@@ -87,6 +88,12 @@ class IdempotentConsumer(Middleware):
                 self.outage.ends()
                 return True
         return False
+
+    def look_up(self, consumer_name: str, key: str) -> Processed | None:
+        """What is committed under a key, None if nothing is or the worker stops; outside a transaction."""
+        found: list[Processed | None] = []
+        self.insist(lambda: found.append(self.inbox.look_up(consumer_name, key)))
+        return found[0] if found else None
 
     def wait_for_database(self, error: BaseException) -> None:
         """Wait a moment before the database is asked again; after a fail-over another may answer."""

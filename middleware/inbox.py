@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .errors import TransactionEscaped
 
 
+#: The digest_version of a key that a cancellation took.
+CANCELLED = 0
+
+
 class Stage(IntEnum):
     """How far the transaction of a claim came."""
 
@@ -123,10 +127,19 @@ class Inbox:
         self.update_result = f"UPDATE {table} SET result = %s {where}"
 
     def attach(self, delete: str) -> None:
-        """Let the claim of an owed message delete its row of the ledger in the same statement."""
+        """Let the claim of an owed message delete its row of the ledger in the same statement.
+
+        What that row knew of where the message came from stays beside the key.
+        """
         types = "text, text, int, text, text, text, bytea, smallint"
-        text = f"WITH done AS ({delete}) {self.insert.text}"
-        self.insert_owed = Statement("onetake_claim_owed", types, text)
+        self.insert_owed = Statement("onetake_claim_owed", types, self.insert_after(delete))
+
+    def insert_after(self, delete: str, returning: str = "parent_id, sent_at") -> str:
+        """The text that deletes a message's row and inserts its key, which keeps what the row knew."""
+        known = "(SELECT parent_id FROM done), (SELECT sent_at FROM done)"
+        insert = self.insert.text.replace("digest_version)", "digest_version, parent_id, sent_at)", 1)
+        insert = insert.replace("%s)", f"%s, {known})", 1)
+        return f"WITH done AS ({delete} RETURNING {returning}) {insert}"
 
     def inserting(self, claim: Claim) -> tuple[Statement, tuple[Any, ...]]:
         """The statement that takes a claim's key, and its values."""

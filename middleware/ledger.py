@@ -12,12 +12,13 @@ import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg2
-from dramatiq import Message  # noqa: TC002 - used at run time
+from dramatiq import Message, get_encoder
 
 from . import payload
 from .delivery import Owed
 from .errors import ConfigurationError, MessageTooLarge
 from .inbox import table_of
+from .sagas import undo_of
 from .tables import OWED_CONSTRAINT, Barrier, BarrierMember, DeadLetter, OutboxMessage, Tick
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Ledger:
         self.database: Database = self.outbox._meta.database
         self.max_message_bytes = max_message_bytes
         table = self.table = table_of(self.outbox)
-        columns = "message_id, actor_name, queue_name, attempt, message, due_at"
-        values = "%s, %s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s)"
+        columns = "message_id, actor_name, queue_name, attempt, message, due_at, parent_id"
+        values = "%s, %s, %s, %s, %s, clock_timestamp() + make_interval(secs => %s), %s"
         insert = f"INSERT INTO {table} AS owed ({columns}) VALUES ({values}) ON CONFLICT"
         on_key = f'ON CONSTRAINT "{OWED_CONSTRAINT}"'
         self.insert = f"{insert} {on_key} DO NOTHING"
@@ -107,6 +108,19 @@ class Ledger:
             f"SELECT message_id, actor_name, attempt, message FROM {table} "
             f"WHERE (message_id, actor_name, attempt) IN {batch}"
         )
+        barriers, members = table_of(self.barriers), table_of(self.barrier_members)
+        self.insert_barrier = (
+            f"WITH barrier AS (INSERT INTO {barriers} (barrier_id, waiting, callbacks) "
+            f"VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING barrier_id) "
+            f"INSERT INTO {members} (message_id, barrier_id) "
+            f"SELECT unnest(%s::text[]), barrier_id FROM barrier"
+        )
+        # Members that end at the same moment wait for each other here, so one of them is the last.
+        self.count_down = (
+            f"WITH arrived AS (DELETE FROM {members} WHERE message_id = %s RETURNING barrier_id) "
+            f"UPDATE {barriers} barrier SET waiting = waiting - 1 FROM arrived "
+            f"WHERE barrier.barrier_id = arrived.barrier_id RETURNING waiting, callbacks"
+        )
         self.published = (
             f"SELECT message_id, actor_name, attempt, queue_name FROM {table} "
             f"WHERE published_at < now() - make_interval(secs => %s)"
@@ -129,25 +143,31 @@ class Ledger:
             )
         return data
 
-    def values_of(self, message: Message[Any], delay_ms: float) -> tuple[Any, ...]:
+    def values_of(
+        self, message: Message[Any], delay_ms: float, parent_id: str | None = None
+    ) -> tuple[Any, ...]:
         """The values of `insert` for a message that is sent.
+
+        Arguments:
+          parent_id: the message that set it off, None where none did.
 
         Raises:
           MessageTooLarge: the encoded message has more bytes than are allowed.
           InvalidKey: its id cannot be stored.
         """
         payload.valid_key(message.message_id, "The message id", f"a message of actor {message.actor_name!r}")
-        return (*_names_of(message), 0, self.check_size(message), delay_ms / 1_000)
+        return (*_names_of(message), 0, self.check_size(message), delay_ms / 1_000, parent_id)
 
     def owe(self, values: tuple[Any, ...]) -> None:
         """Write a message down, in the caller's transaction or in one of its own."""
         self.database.execute_sql(self.insert, values)
 
-    def owe_again(self, attempt: int, message: Message[Any], delay_ms: float) -> None:
+    def owe_again(
+        self, attempt: int, message: Message[Any], delay_ms: float, parent_id: str | None = None
+    ) -> None:
         """Write down what follows an attempt; once, however often that attempt was delivered."""
-        self.database.execute_sql(
-            self.replace, (*_names_of(message), attempt + 1, message.encode(), delay_ms / 1_000)
-        )
+        values = (*_names_of(message), attempt + 1, message.encode(), delay_ms / 1_000, parent_id)
+        self.database.execute_sql(self.replace, values)
 
     def is_late(self, owed: Owed) -> bool:
         """Whether a delivery is a late copy: its row is gone, and its message a dead letter by now.
@@ -183,11 +203,34 @@ class Ledger:
         queue_name = message.queue_name.removesuffix(".DQ")
         due = message._replace(options=options, queue_name=queue_name)
         attempt = 0 if owed is None else owed.attempt + 1
-        self.database.execute_sql(self.replace_at, (*_names_of(due), attempt, due.encode(), eta_s))
+        self.database.execute_sql(self.replace_at, (*_names_of(due), attempt, due.encode(), eta_s, None))
 
-    def forget(self, owed: Owed) -> None:
-        """Delete the row of a message that is done, unless a later attempt took its place."""
-        self.database.execute_sql(self.delete, owed)
+    def forget(self, owed: Owed) -> bool:
+        """Delete the row of a message that is done, unless a later attempt took its place.
+
+        Returns:
+          Whether it was there; if not, another delivery has ended the message.
+        """
+        return bool(self.database.execute_sql(self.delete, owed).rowcount)
+
+    # What groups wait for
+
+    def barrier_of(
+        self, barrier_id: str, member_ids: list[str], callbacks: list[dict[str, Any]]
+    ) -> tuple[str, tuple[Any, ...]]:
+        """The statement that writes a barrier and its members, unless it is there, and its values."""
+        data = get_encoder().encode({"callbacks": callbacks})
+        return self.insert_barrier, (barrier_id, len(member_ids), data, member_ids)
+
+    def arrive(self, message_id: str) -> list[Message[Any]]:
+        """Count a member down, once, in the caller's transaction.
+
+        Returns:
+          The completion callbacks of the groups whose last member it was.
+        """
+        rows = self.database.execute_sql(self.count_down, (message_id,)).fetchall()
+        complete = [bytes(data) for waiting, data in rows if waiting == 0]
+        return [Message(**one) for data in complete for one in get_encoder().decode(data)["callbacks"]]
 
     # What the relay does
 
@@ -232,18 +275,37 @@ class Ledger:
 
     # What is dead
 
-    def bury(self, letter: dict[str, Any]) -> None:
-        """Write a dead letter, made by `letter_of`."""
-        self.dead_letters.insert(letter).execute()
+    def undo(self, message: Message[Any]) -> None:
+        """Send what undoes the steps before a message that has failed for good, if anything does."""
+        undo = undo_of(message)
+        if undo is not None:
+            self.owe(self.values_of(undo, 0, message.message_id))
 
-    def divert(self, owed: Owed | None, letter: dict[str, Any]) -> None:
+    def bury(self, letter: dict[str, Any], owed: Owed | None, message: Message[Any] | None) -> None:
+        """Write a dead letter, made by `letter_of`, in the caller's transaction.
+
+        Arguments:
+          owed: the row that the message has so far.
+          message: the message if it could be read; what undoes the steps before it leaves with the
+            dead letter.
+        """
+        if owed is not None:
+            row = self.outbox.select(self.outbox.parent_id).where(
+                (self.outbox.message_id == owed.message_id) & (self.outbox.actor_name == owed.actor_name)
+            )
+            letter = letter | {"parent_id": row}
+        self.dead_letters.insert(letter).execute()
+        if message is not None:
+            self.undo(message)
+
+    def divert(self, owed: Owed | None, letter: dict[str, Any], message: Message[Any] | None = None) -> None:
         """Bury a message that cannot be performed at all, and end its row, in one transaction."""
         if owed is not None:
             names = {"message_id": _storable(owed.message_id), "actor_name": _storable(owed.actor_name)}
             letter = names | letter
             letter["attempt"] = owed.attempt
         with self.database.atomic():
-            self.bury(letter)
+            self.bury(letter, owed, message)
             if owed is not None:
                 self.forget(owed)
 

@@ -9,12 +9,11 @@ import json
 import re
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from dramatiq import Message
 
 from .errors import InvalidKey, InvalidMessage, InvalidResult
-
-if TYPE_CHECKING:
-    from dramatiq import Message
 
 #: Counted up whenever `digest` changes, so that old rows are not taken for mismatches.
 DIGEST_VERSION = 1
@@ -223,6 +222,19 @@ def _check_options(options: dict[str, Any]) -> None:
     eta: Any = options.get("eta")
     if type(eta) in (int, float) and not 0 <= eta <= LATEST_MS:
         raise InvalidMessage(f"Option eta is {eta!r}; it must be milliseconds since 1970, before year 10000.")
+    undo = options.get("undo")
+    if undo is not None and not _is_message(undo):
+        raise InvalidMessage("Option undo is no message; it is written by a pipeline, and by nobody else.")
     throws = options.get("throws") or ()
     if not all(isinstance(one, type) for one in (throws if isinstance(throws, tuple) else (throws,))):
         raise InvalidMessage(f"Option throws is {throws!r}; it must be an exception class or several.")
+
+
+def _is_message(fields: Any) -> bool:
+    """Whether these are the fields of a message that can be sent."""
+    try:
+        undo: Message[Any] = Message(**fields)
+        check_fields(undo._replace(options={}))
+    except (TypeError, InvalidMessage, InvalidKey):
+        return False
+    return True

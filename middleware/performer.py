@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dramatiq.results import Results
 
 from . import payload, time_limit
+from .continuations import Continuation
+from .declaration import IDEMPOTENCY
 from .delivery import Delivery, current
-from .ends import End, judge
-from .errors import GivenBack, NoDelivery, PayloadMismatch, PermanentError
-from .inbox import Claim, KeyTaken, Limits, Processed, Stage
+from .ends import End, judge, judge_outside
+from .errors import Cancelled, GivenBack, NoDelivery, PayloadMismatch, PermanentError
+from .inbox import CANCELLED, Claim, KeyTaken, Limits, Processed, Stage
+from .stack import find_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +46,9 @@ class Performer:
         self.body: Callable[..., Any] = actor.fn
         self.database = guard.database
         self.name: str = actor.options.get("consumer_name", actor.actor_name)
-        self.guarded: bool = actor.options.get("idempotency") != "off"
+        self.idempotency: str = actor.options.get("idempotency", IDEMPOTENCY[0])
+        #: Whether a message leaves a key, so that it takes effect once.
+        self.keyed = self.idempotency != "off"
         functools.update_wrapper(self, actor.fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,20 +59,73 @@ class Performer:
         time_limit.hold(self.broker)
         self.database.settle_down()  # T4
         try:
-            return (self.perform if self.guarded else self.run)(delivery, args, kwargs)
+            if self.idempotency == "transaction":
+                return self.perform(delivery, args, kwargs)
+            if self.idempotency == "external":
+                return self.perform_outside(delivery, args, kwargs)
+            return self.run(delivery, args, kwargs)
         except GivenBack:
             raise
         except BaseException as error:
             current.fail(delivery)
-            if isinstance(error, PermanentError):  # Dramatiq logs only the name of what an actor `throws`
+            if (
+                isinstance(error, PermanentError) and not delivery.cancelled
+            ):  # Dramatiq logs only the name of what an actor `throws`
                 logger.error("Message %r is a dead letter. %s", delivery.message_id, error)
                 delivery.options.pop("throws", None)  # it would hide what the actor throws
             raise
 
     def perform(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
         """Perform one delivery: key and body in one transaction, then settled."""
+
+        def body(reruns: int) -> Any:
+            original = delivery.as_it_came() if reruns else None  # T17
+            if original is not None:
+                return self.run_body(delivery, original.args, original.kwargs)
+            return self.run_body(delivery, args, kwargs)
+
+        key = payload.key_of(delivery._message, self.name)
+        return self.transact(delivery, key, payload.digest(args, kwargs), body)
+
+    def perform_outside(self, delivery: Delivery, args: Any, kwargs: Any) -> Any:
+        """Perform one delivery whose effects are elsewhere: the body first, then one transaction.
+
+        The look-up only saves work; two deliveries that meet run the body twice at once, with the same
+        `idempotency_key()`, and the key that is inserted afterwards decides.
+        """
         key = payload.key_of(delivery._message, self.name)
         digest = payload.digest(args, kwargs)
+        processed = self.guard.look_up(self.name, key)
+        if processed is not None:
+            return self.answer(delivery, key, digest, processed)
+        delivery.outside = self.name, key
+        current.collects = None if delivery.foreign else delivery
+        try:
+            result = self.run_body(delivery, args, kwargs)
+        except BaseException as error:
+            end = judge_outside(error, lost=self.database.is_lost())
+            if end is End.FAIL:
+                raise
+            self.give_back(delivery, end, error)
+        finally:
+            delivery.outside = current.collects = None
+            self.database.settle_down()
+
+        def body(_reruns: int) -> Any:
+            for statement in delivery.sent:
+                self.database.execute_sql(*statement)
+            if delivery.sent:
+                self.broker.wake_after_commit()  # type: ignore[attr-defined] # ours, or nothing was sent
+            return result
+
+        return self.transact(delivery, key, digest, body)
+
+    def transact(self, delivery: Delivery, key: str, digest: bytes, body: Callable[[int], Any]) -> Any:
+        """The guarded transaction: the key, a body, what follows; until it has an end.
+
+        Arguments:
+          body: takes the number of times that it ran before.
+        """
         limits, owed, inbox = self.limits_of(delivery), delivery.owed, self.guard.inbox
         reruns = 0
         while not self.guard.stopping.is_set():
@@ -75,14 +133,15 @@ class Performer:
             try:
                 with self.database.atomic(claim=claim):
                     self.guard.outage.ends()
-                    result = self.run_body(delivery, args, kwargs)
+                    result = body(reruns)
                     if result is not None and self.stores_result_of(delivery):
                         inbox.store_result(claim, result)
+                    self.set_off(delivery, result)
                 delivery.settled = True
                 return result
             except KeyTaken as taken:
                 self.guard.outage.ends()
-                return self.answer(delivery, claim, taken.processed)
+                return self.answer(delivery, key, digest, taken.processed)
             except BaseException as error:
                 if claim.stage is Stage.COMMITTED:
                     logger.exception("after_commit() of message %r failed", delivery.message_id)
@@ -93,8 +152,6 @@ class Performer:
                     self.guard.wait_for_database(error)
                 elif end is End.RUN_AGAIN and reruns < MAX_RERUNS:
                     reruns += 1
-                    original = delivery.as_it_came()
-                    args, kwargs = original.args, original.kwargs
                 elif end in (End.RUN_AGAIN, End.FAIL):
                     if reason is error:
                         raise
@@ -112,7 +169,7 @@ class Performer:
             result = self.run_body(delivery, args, kwargs)
         finally:
             self.guard.in_free_bodies.discard(me)
-        delivery.finish()
+        delivery.finish(result, follows=self.follows(delivery))
         return result
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -126,7 +183,7 @@ class Performer:
                 f"Actor {self.actor.actor_name!r} was called in a worker thread that has no message in "
                 f"hand, so there is no key. A hook failed before; its error is in the log."
             )
-        if not self.guarded or self.database.in_transaction():
+        if self.idempotency != "transaction" or self.database.in_transaction():
             return self.body(*args, **kwargs)
         with self.database.atomic():
             return self.body(*args, **kwargs)
@@ -140,25 +197,45 @@ class Performer:
             delivery.running = False
             time_limit.hold(self.broker)
 
-    def answer(self, delivery: Delivery, claim: Claim, processed: Processed) -> Any:
+    def follows(self, delivery: Delivery) -> bool:
+        """Whether the message sets something off."""
+        return any(one.follows(delivery, self.actor) for one in self.continuations)
+
+    def set_off(self, delivery: Delivery, result: Any) -> None:
+        """Send what the message sets off, in the caller's transaction (T10)."""
+        for one in self.continuations:
+            if one.follows(delivery, self.actor):
+                one.set_off(self.broker, delivery, self.actor, result)  # type: ignore[arg-type] # ours has them
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        return find_all(self.broker, Continuation)
+
+    def answer(self, delivery: Delivery, key: str, digest: bytes, processed: Processed) -> Any:
         """The stored result for a message whose key is committed (I5).
 
         Raises:
           PayloadMismatch: the key was used for other arguments.
+          Cancelled: it was taken by a cancellation.
         """
-        if processed.digest_version == payload.DIGEST_VERSION and processed.digest != claim.digest:
+        if processed.digest_version == CANCELLED:
+            delivery.cancelled = True
+            raise Cancelled(f"Message {delivery.message_id!r} for consumer {self.name!r} was cancelled.")
+        if processed.digest_version == payload.DIGEST_VERSION and processed.digest != digest:
             text = (
-                f"Message {delivery.message_id!r} for consumer {self.name!r} has the key {claim.key!r} of "
+                f"Message {delivery.message_id!r} for consumer {self.name!r} has the key {key!r} of "
                 f"message {processed.performed_by!r}, but other arguments"
             )
             if self.actor.options.get("on_mismatch") != "answer":
                 raise PayloadMismatch(f'{text}. Send another key, or declare on_mismatch="answer".')
             logger.warning("%s; it was answered with the stored result", text)
         current.redelivered = processed.performed_by == delivery.message_id
-        delivery.finish()
+        # Another message with the same business key sets off what is its own.
+        delivery.answered = not current.redelivered
+        delivery.finish(processed.result, follows=delivery.answered and self.follows(delivery))
         logger.info(
             "Duplicate answered: message %r for consumer %r, key %r was performed by message %r",
-            delivery.message_id, self.name, claim.key, processed.performed_by,
+            delivery.message_id, self.name, key, processed.performed_by,
         )  # fmt: skip
         return processed.result
 

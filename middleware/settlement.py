@@ -8,7 +8,7 @@ afterwards. Without a ledger the ends are Dramatiq's own, in Redis.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dramatiq import Message
 from dramatiq.errors import ActorNotFound
@@ -42,7 +42,7 @@ def settle(broker: DurableRedisBroker, delivery: Delivery) -> None:
     Afterwards the delivery is settled, dead (a dead letter for Redis to keep) or given back: the
     worker stops, or there is no end.
     """
-    current.failed = None
+    current.collects = None
     undecided = not (delivery.failed or delivery.retry or delivery.done)
     if undecided and delivery._exception is not None:
         delivery.fail()
@@ -67,7 +67,7 @@ def settle(broker: DurableRedisBroker, delivery: Delivery) -> None:
     except Exception as unfit:  # noqa: BLE001 - whatever cannot be stored is one dead letter (T13)
         logger.error("The end of message %r cannot be stored: %r", delivery.message_id, unfit)
         letter = letter_of(delivery.raw, delivery.queue_name, None, "cannot be stored", unfit)
-        delivery.settled = guard.insist(lambda: ledger.divert(delivery.owed, letter))
+        delivery.settled = guard.insist(lambda: ledger.divert(delivery.owed, letter, delivery._message))
     delivery.given_back = not delivery.settled
 
 
@@ -82,15 +82,28 @@ def _store(
         if delivery.owed is not None and not delivery.done and ledger.is_late(delivery.owed):
             return  # a late copy: its retries and its dead letter were written long ago
         if delivery.failed and not _bury(broker, ledger, guard, delivery):
-            delivery.sent.clear()  # the work is done, so nothing that mourns it leaves
+            delivery.sent.clear()  # the work is done, or cancelled: nothing that mourns it leaves
         if not delivery.failed and delivery.retry is not None:
             ledger.owe_again(delivery.attempt, *delivery.retry)
-        if delivery.owed is not None and (delivery.failed or delivery.retry is None):
-            ledger.forget(delivery.owed)
-        for values in delivery.sent:
-            ledger.owe(values)
+        elif delivery.owed is None or ledger.forget(delivery.owed):
+            _follow(broker, ledger, delivery)
+        for statement in delivery.sent:
+            ledger.database.execute_sql(*statement)
         if delivery.sent:
             broker.wake_after_commit()
+
+
+def _follow(broker: DurableRedisBroker, ledger: Ledger, delivery: Delivery) -> None:
+    """Send what a delivery sets off that had no transaction of its own, or was cancelled."""
+    if delivery.cancelled:
+        ledger.undo(delivery._message)
+    elif delivery.follows:
+        performer: Any = broker.actors[delivery.actor_name].fn
+        current.delivery = delivery  # the parent of what follows
+        try:
+            performer.set_off(delivery, delivery.result)
+        finally:
+            current.delivery = None
 
 
 def _bury(
@@ -104,7 +117,7 @@ def _bury(
     actor = broker.actors.get(delivery.actor_name)
     consumer = actor.fn if actor is not None and isinstance(actor.fn, Performer) else None
     exempt = isinstance(error, PayloadMismatch | TransactionEscaped)
-    if consumer is not None and consumer.guarded and not exempt:
+    if consumer is not None and consumer.keyed and not exempt:
         claim = _claim_of(guard, consumer, delivery)
         if claim is not None and guard.inbox.is_taken(claim):
             return False
@@ -118,7 +131,7 @@ def _bury(
         attempt=delivery.attempt,
         attempts=int(Message.decode(delivery.raw).options.get("retries", 0)) + 1,
     )
-    ledger.bury(letter)
+    ledger.bury(letter, delivery.owed, delivery._message)
     return True
 
 

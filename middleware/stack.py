@@ -19,6 +19,18 @@ def find(broker: Broker, kind: type[M]) -> M | None:
     return found
 
 
+def find_all(broker: Broker, kind: type[M]) -> list[M]:
+    """All middleware of this class in the broker's stack, in its order."""
+    known: Any = kind
+    found: list[M] = _find_all(broker, known, len(broker.middleware))
+    return found
+
+
+@lru_cache(maxsize=128)
+def _find_all(broker: Any, kind: Any, _size: int) -> Any:
+    return [m for m in broker.middleware if isinstance(m, kind)]
+
+
 @lru_cache(maxsize=128)
 def _find(broker: Any, kind: Any, _size: int) -> Any:
     return next((m for m in broker.middleware if isinstance(m, kind)), None)

@@ -76,11 +76,15 @@ def test_an_async_actor_that_opted_out_is_accepted_t8() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"idempotency": "transction"}, "idempotency is 'transction'.*must be 'transaction' or 'off'"),
-        ({"idempotency": "external"}, "must be 'transaction' or 'off'"),
-        ({"idempotency": None}, "must be 'transaction' or 'off'"),
-        ({"idempotency": False}, "must be 'transaction' or 'off'"),
-        ({"idempotency": []}, "must be 'transaction' or 'off'"),
+        (
+            {"idempotency": "transction"},
+            "idempotency is 'transction'.*must be 'transaction' or 'external' or 'off'",
+        ),
+        ({"idempotency": "exactly-once"}, "must be 'transaction' or 'external' or 'off'"),
+        ({"undone_by": 5}, "undone_by is 5; it must be the name of an actor"),
+        ({"idempotency": None}, "must be 'transaction' or 'external' or 'off'"),
+        ({"idempotency": False}, "must be 'transaction' or 'external' or 'off'"),
+        ({"idempotency": []}, "must be 'transaction' or 'external' or 'off'"),
         ({"on_mismatch": "answr"}, "on_mismatch is 'answr'.*must be 'refuse' or 'answer'"),
         ({"on_mismatch": ""}, "must be 'refuse' or 'answer'"),
         ({"idle_limit_ms": "5s"}, "idle_limit_ms is '5s'.*milliseconds such as"),

@@ -57,11 +57,14 @@ def test_every_time_that_is_stored_has_a_time_zone(ledger: LedgerStage) -> None:
     # Then each is a moment, wherever the server and its clients think they are
     assert {(table, name) for table, name, _ in columns} == {
         ("processed_messages", "processed_at"),
+        ("processed_messages", "sent_at"),
         ("outbox_messages", "due_at"),
         ("outbox_messages", "sent_at"),
         ("outbox_messages", "published_at"),
         ("dead_letters", "sent_at"),
         ("dead_letters", "died_at"),
+        ("barriers", "created_at"),
+        ("ticks", "ticked_at"),
     }
     assert {kind for *_, kind in columns} == {"timestamp with time zone"}
 
