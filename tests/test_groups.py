@@ -63,7 +63,7 @@ def test_the_completion_comes_once_and_after_the_last_member_t10_t25(
 ) -> None:
     # Given a group of messages and pipelines, with results
     monkeypatch.setattr("dramatiq.broker.global_broker", ledger.broker)  # `completed` asks this one
-    members = [write.message(f"a{number}") for number in range(10)]
+    members: list[Any] = [write.message(f"a{number}") for number in range(10)]
     members += [
         pipeline([write.message(f"b{number}"), write.message(f"c{number}")], broker=ledger.broker)
         for number in range(5)
