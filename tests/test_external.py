@@ -279,18 +279,17 @@ def test_a_transaction_that_a_body_left_open_is_not_taken_along_t4(ledger: Ledge
 
 
 def test_trouble_of_the_server_in_a_body_costs_no_retry_i9(ledger: LedgerStage) -> None:
-    # Given a body that reads from the database, has no retries, and loses its connection at first
+    # Given a body that has no retries, and at first loses its connection in a transaction of its own
     runs: list[int] = []
 
     @external(ledger, max_retries=0)
     def charge() -> None:
         runs.append(1)
-        if len(runs) == 1:
-            ledger.sql(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
-            )
-        ledger.database.execute_sql("SELECT 1")
+        with ledger.database.atomic():
+            (pid,) = ledger.database.execute_sql("SELECT pg_backend_pid()").fetchone()
+            if len(runs) == 1:
+                ledger.sql("SELECT pg_terminate_backend(%s, 10000)", pid)
+            ledger.database.execute_sql("SELECT 1")
 
     # When it is performed
     with ledger.worker_and_relay(threads=1):
