@@ -245,9 +245,14 @@ class Database(peewee.PostgresqlDatabase):
             connection is not None and connection.get_transaction_status() != TRANSACTION_STATUS_IDLE
         )
 
-    def is_lost(self) -> bool:
-        """Whether this thread's connection is gone, or none could be made."""
-        connection: GuardedConnection | None = self._state.conn
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether an error is the loss of a connection of ours, or none could be made.
+
+        A block of peewee's that is left by the error rolls back, and has connected anew for it.
+        """
+        orig = getattr(error, "orig", error)
+        raised_by = getattr(getattr(orig, "cursor", None), "connection", None)
+        connection = raised_by if raised_by in self._open else self._state.conn
         return connection is None or connection.lost or connection.closed != 0
 
     def will_call(self, fn: Any) -> bool:

@@ -119,7 +119,7 @@ def judge_outside(error: BaseException, *, lost: bool) -> End:
     """How a delivery ends whose body had no transaction of ours and was stopped by an error.
 
     Arguments:
-      lost: our connection in this thread is gone, so that the trouble is our server's.
+      lost: it is the loss of a connection of ours, so that the trouble is our server's.
     """
     if isinstance(error, Shutdown):
         return End.GIVE_BACK

@@ -103,7 +103,7 @@ class Performer:
         try:
             result = self.run_body(delivery, args, kwargs)
         except BaseException as error:
-            end = judge_outside(error, lost=self.database.is_lost())
+            end = judge_outside(error, lost=self.database.is_lost(error))
             if end is End.FAIL:
                 raise
             self.give_back(delivery, end, error)
