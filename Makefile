@@ -51,7 +51,7 @@ $(INSTALLED): requirements.lock
 lock: ## Bring requirements.lock up to date with pyproject.toml
 	@$(PYTHON) -m venv --clear .venv-lock
 	@.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
-	@.venv-lock/bin/uv pip compile pyproject.toml --extra gevent --group app --group dev \
+	@.venv-lock/bin/uv pip compile pyproject.toml --extra gevent --extra periodic --group app --group dev \
 	  --universal --python-version 3.11 --generate-hashes --only-binary :all: --upgrade \
 	  --no-emit-index-url --no-emit-find-links --no-annotate --quiet \
 	  --custom-compile-command "make lock" --output-file requirements.lock

@@ -9,6 +9,7 @@ from dramatiq.asyncio import async_to_sync
 
 from . import payload
 from .errors import ConfigurationError, InvalidKey, PermanentError
+from .periodic import check_periodic
 
 if TYPE_CHECKING:
     from dramatiq import Actor
@@ -49,6 +50,7 @@ def check_actor(actor: Actor[Any, Any]) -> None:
         raise ConfigurationError(
             f"Actor {name!r}: undone_by is {undone_by!r}; it must be the name of an actor, as a str."
         )
+    check_periodic(actor)
     if options.get("idempotency") != "off" and _is_async(actor.fn):
         raise ConfigurationError(
             f"Actor {name!r} is async: it runs on another thread, hence on another connection, and "

@@ -24,6 +24,7 @@ from .ends import is_of_the_server
 from .inbox import Inbox
 from .outage import Outage
 from .performer import Performer
+from .periodic import periodic_actors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,15 @@ class IdempotentConsumer(Middleware):
 
     @property
     def actor_options(self) -> set[str]:
-        return {"consumer_name", "idempotency", "on_mismatch", "idle_limit_ms", "undone_by"}
+        return {
+            "consumer_name",
+            "idempotency",
+            "on_mismatch",
+            "idle_limit_ms",
+            "undone_by",
+            "periodic",
+            "timezone",
+        }
 
     # Waiting for PostgreSQL
 
@@ -120,6 +129,7 @@ class IdempotentConsumer(Middleware):
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
         wait_callback.check()
         self.database.check_url()
+        periodic_actors(broker)
         spare_redeliveries(broker)
         self.stopping.clear()
 

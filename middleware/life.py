@@ -16,6 +16,7 @@ import redis
 from dramatiq.middleware import Middleware
 
 from .errors import ConfigurationError
+from .periodic import Ticker
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Life(Middleware):
             # Without a relay everything still moves, a second later.
             relay = Relay(broker, broker.ledger, overdue_s=1.0)
             self._start("onetake-relay", relay.run, self._over)
+            ticker = Ticker(broker, broker.ledger)
+            if ticker.actors:
+                self._start("onetake-ticks", ticker.run, self._over)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         thread = Thread(target=target, args=arguments, name=name, daemon=True)
