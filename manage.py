@@ -12,6 +12,7 @@ from environs import EnvError
 
 from commands.dead_letters import dead_letters
 from commands.interruption import InterruptedBySignal
+from commands.message import message
 from embedded import ServerError
 from middleware.errors import OnetakeError
 
@@ -83,6 +84,7 @@ def relay() -> None:
 
 
 manage.add_command(dead_letters)
+manage.add_command(message)
 
 
 @manage.command("sample-data")

@@ -1,8 +1,9 @@
-"""`python -m onetake relay | migrate | dead-letters --broker MODULE`, for any application."""
+"""`python -m onetake relay | migrate | message | dead-letters --broker MODULE`, for any application."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import logging
@@ -20,6 +21,7 @@ from . import dead_letters, schema
 from .broker import DurableRedisBroker
 from .errors import NotRequeued, OnetakeError
 from .relay import Relay
+from .workflow import lines_of
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -28,13 +30,19 @@ if TYPE_CHECKING:
 
 #: How long the round may take that a relay is in when it is told to stop.
 LAST_ROUND_S = 8.0
+#: What can be done with dead letters.
+ACTIONS = "list", "show", "requeue", "discard"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns 0 for well, 1 for a finding or nothing found, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m onetake", description=__doc__)
-    parser.add_argument("command", choices=["relay", "migrate", "dead-letters"])
-    parser.add_argument("action", nargs="?", choices=["list", "show", "requeue", "discard"])
+    parser.add_argument("command", choices=["relay", "migrate", "message", "dead-letters"])
+    parser.add_argument(
+        "action",
+        nargs="?",
+        help=f"of dead-letters: {', '.join(ACTIONS)}; of message: the message's id",
+    )
     parser.add_argument("ids", nargs="*", help="of dead letters: the message's id, or the row's own")
     parser.add_argument(
         "--broker",
@@ -42,14 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="MODULE",
         help="a module that makes the broker",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object for each dead letter")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object for each dead letter, or for the message"
+    )
     parser.add_argument("--redis", action="store_true", help="list what lies in Dramatiq's own queues")
     parser.add_argument("--force", action="store_true", help="requeue also what may have had its effect")
     chosen = parser.parse_args(arguments)
-    if chosen.command != "dead-letters" and chosen.action:
-        parser.error(f"{chosen.command} takes nothing but --broker")
-    if chosen.command == "dead-letters" and bool(chosen.ids) == (chosen.action in (None, "list")):
-        parser.error("list takes no ids, and show, requeue and discard take at least one")
+    _check(parser, chosen)
     sys.path.insert(0, "")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # whatever a message holds is shown
@@ -67,12 +74,27 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.command == "relay":
             relay(broker, broker.ledger)
             return 0
+        if chosen.command == "message":
+            return _message(broker, chosen)
         if chosen.redis and chosen.command == "dead-letters":
             return _list_redis(broker)
         return _dead_letters(broker.ledger, chosen)
     except (OnetakeError, peewee.PeeweeException, redis.RedisError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
+
+
+def _check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    if chosen.command == "message":
+        if chosen.action is None or chosen.ids:
+            parser.error("message takes one id")
+    elif chosen.command != "dead-letters":
+        if chosen.action is not None:
+            parser.error(f"{chosen.command} takes nothing but --broker: what is {chosen.action!r}?")
+    elif chosen.action not in (None, *ACTIONS):
+        parser.error(f"dead-letters {chosen.action}: there are {', '.join(ACTIONS)}")
+    elif bool(chosen.ids) == (chosen.action in (None, "list")):
+        parser.error("list takes no ids, and show, requeue and discard take at least one")
 
 
 def broker_of(module: str) -> DurableRedisBroker:
@@ -109,6 +131,18 @@ def relay(broker: DurableRedisBroker, ledger: Ledger) -> None:
     if not stopping.is_set():
         raise SystemExit(1)  # it died, and its traceback has been printed
     thread.join(timeout=LAST_ROUND_S)
+
+
+def _message(broker: DurableRedisBroker, chosen: argparse.Namespace) -> int:
+    step = broker.workflow_of(chosen.action)
+    if step is None:
+        print(f"Nothing is known of message {chosen.action}.", file=sys.stderr)
+        return 1
+    if chosen.json:
+        print(json.dumps(dataclasses.asdict(step), default=str))
+    else:
+        print(*lines_of(step, chosen.action), sep="\n")
+    return 0
 
 
 def _dead_letters(ledger: Ledger, chosen: argparse.Namespace) -> int:

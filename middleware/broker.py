@@ -30,6 +30,7 @@ from .outage import Outage
 from .scripts import SCRIPTS
 from .stack import find
 from .transaction import manual_transaction
+from .workflow import Step, workflow_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -319,6 +320,14 @@ class DurableRedisBroker(RedisBroker):
           ConfigurationError: its actor's idempotency is not "transaction", or there is no ledger.
         """
         return cancel(self, message)
+
+    def workflow_of(self, message_id: str) -> Step | None:
+        """What set a message off and what it set off, with the state of each; None: nothing is known.
+
+        Raises:
+          ConfigurationError: there is no ledger.
+        """
+        return workflow_of(self, message_id)
 
     def wake(self) -> None:
         """Tell a relay that something is due now; without that it looks 250 ms later (T16)."""

@@ -1,4 +1,4 @@
-"""`python -m onetake relay | migrate | dead-letters`: the command line of other applications."""
+"""`python -m onetake relay | migrate | message | dead-letters`: the command line of other applications."""
 
 from __future__ import annotations
 
@@ -213,6 +213,8 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "show nothing": (["dead-letters", "show"], "ID"),
     "requeue nothing": (["dead-letters", "requeue"], "ID"),
     "an action of another command": (["migrate", "list"], "list"),
+    "no message": (["message"], "one id"),
+    "two messages": (["message", "1", "2"], "one id"),
 }
 
 
@@ -259,3 +261,18 @@ def test_what_is_wrong_with_a_project_is_said_in_a_sentence(shop: Shop, what: st
     # Then the reader hears why it cannot
     assert code in (1, 2)
     assert word in errors
+
+
+def test_message_tells_what_became_of_it(shop: Shop) -> None:
+    # Given a message that failed for good
+    (ident,) = dead(shop.stage, 1)
+
+    # When it is asked for, as text and as JSON; then it is found
+    code, output, _ = shop.run("message", ident)
+    assert (code, output.split()[:3]) == (0, [">", "fails", "dead"])
+    code, output, _ = shop.run("message", ident, "--json")
+    assert (code, json.loads(output)["state"]) == (0, "dead")
+
+    # And when nothing is known of one; then that is said
+    code, output, errors = shop.run("message", "nobody")
+    assert (code, output, errors) == (1, "", "Nothing is known of message nobody.\n")
