@@ -1,4 +1,4 @@
-"""Workers are killed at every hook of what sets something off, and of what is set off (T10, T24, T25)."""
+"""Workers are killed at every hook of what sets something off, and of what is set off (I5, T10, T24, T25)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_the_undoing_leaves_in_the_transaction_of_the_dead_letter(ledger: Ledger
     assert [name for name, _ in writers] == ["fail", "undo"]
 
 
-def test_the_undoing_comes_once_although_the_failing_step_comes_three_times(ledger: LedgerStage) -> None:
+def test_the_undoing_comes_once_although_the_failing_step_comes_three_times_i5(ledger: LedgerStage) -> None:
     # Given a saga that has failed
     journey = Journey(ledger)
     failing = journey.fail.message()
