@@ -60,7 +60,7 @@ def up() -> None:
 
 @manage.command()
 def demo() -> None:
-    """Deliver 300 orders three times each, kill a worker and the relay, empty Redis, and count."""
+    """Sell 300 orders, each delivered three times, kill and empty what they need, and count."""
     from commands.demo import demo as run
 
     run()

@@ -136,6 +136,18 @@ PGBOUNCER = _flag("PGBOUNCER", default=False)
 #: The port of the web application.
 PORT = _number("PORT", 8_000, 1, 65_535)
 
+#: The payment service: the port that it listens on, and where the shop looks for it.
+PAYMENTS_PORT = _number("PAYMENTS_PORT", 8_001, 1, 65_535)
+PAYMENTS_URL = (
+    _url("PAYMENTS_URL", ("http", "https"), "http://127.0.0.1:8001") or f"http://127.0.0.1:{PAYMENTS_PORT}"
+)
+
+#: How long the shop waits for an answer of it; then the same charge is asked for again.
+PAYMENTS_TIMEOUT_MS = _number("PAYMENTS_TIMEOUT_MS", 5_000, 1, 3_600_000)
+
+#: Where the payment service keeps what was charged, as seen from beside this file.
+PAYMENTS_FILE = _env.str("PAYMENTS_FILE", ".payments/payments.sqlite")
+
 if not LOCK_TIMEOUT_MS < IDLE_LIMIT_MS:
     raise EnvError(
         f"LOCK_TIMEOUT_MS is {LOCK_TIMEOUT_MS} and must be less than IDLE_LIMIT_MS, which is "

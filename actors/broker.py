@@ -6,6 +6,7 @@ Importing it connects to nothing; producers and workers alike get their broker f
 from __future__ import annotations
 
 import dramatiq
+from dramatiq.middleware import CurrentMessage
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 
@@ -27,6 +28,9 @@ broker = DurableRedisBroker(
 # IdempotentConsumer lays its transaction around the actor's function. It is added first all the
 # same, so that it has refused an unfit actor before anything else takes notice of it.
 broker.add_middleware(IdempotentConsumer(ProcessedMessage))
+
+# Lets a body read the options of its message, such as a periodic actor's tick.
+broker.add_middleware(CurrentMessage())
 
 # Results stores a result after the transaction has ended, wherever it stands. It shares the
 # namespace: all that this application has in Redis is found under one prefix. Its client waits

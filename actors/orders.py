@@ -1,6 +1,8 @@
-"""What happens to an order after it was placed."""
+"""Stock is reserved for an order, and put back if the order cannot be fulfilled."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import dramatiq
 from peewee import fn
@@ -8,10 +10,11 @@ from peewee import fn
 from models import Order, OrderState, Stock
 
 from .broker import broker
+from .notifications import notify_customer
 
 
-@dramatiq.actor(broker=broker)
-def reserve_stock(order_id: int) -> None:
+@dramatiq.actor(broker=broker, undone_by="release_stock")
+def reserve_stock(order_id: int) -> int:
     """Take what was ordered out of stock; the order is then reserved, or else rejected.
 
     It looks at no state to find out whether it ran before: the middleware inserts the message's
@@ -20,29 +23,41 @@ def reserve_stock(order_id: int) -> None:
     Arguments:
       order_id: the id of an `Order`.
 
+    Returns:
+      The same.
+
     Raises:
       Order.DoesNotExist: there is no such order.
     """
     order = Order.get_by_id(order_id)
-    taken = (
+    taken = list(
         Stock.update(quantity=Stock.quantity - order.quantity)
         .where((Stock.sku == order.sku) & (Stock.quantity >= order.quantity))
+        .returning(Stock.price_cents)
         .execute()
     )
     if taken:
-        changes = {Order.state: OrderState.RESERVED, Order.reserved_at: fn.now()}
-        confirm_order.send(order_id)  # leaves with the commit, and not without it
+        amount_cents = order.quantity * taken[0].price_cents
+        changes = {"state": OrderState.RESERVED, "reserved_at": fn.now(), "amount_cents": amount_cents}
     else:
-        changes = {Order.state: OrderState.REJECTED}
-    Order.update(changes).where(Order.id == order_id).execute()
+        changes = {"state": OrderState.REJECTED}
+    Order.update(**changes).where(Order.id == order_id).execute()
+    return order_id
 
 
 @dramatiq.actor(broker=broker)
-def confirm_order(order_id: int) -> None:
-    """Confirm an order whose stock is reserved.
+def release_stock(_step: dict[str, Any], order_id: int) -> None:
+    """Put back what was reserved for an order that is cancelled, and tell the customer.
 
     Arguments:
-      order_id: the id of an `Order`.
+      order_id: what `reserve_stock` returned.
     """
-    changes = {Order.state: OrderState.CONFIRMED, Order.confirmed_at: fn.now()}
-    Order.update(changes).where((Order.id == order_id) & (Order.state == OrderState.RESERVED)).execute()
+    cancelled = list(
+        Order.update(state=OrderState.CANCELLED)
+        .where((Order.id == order_id) & (Order.state == OrderState.RESERVED))
+        .returning(Order.sku, Order.quantity)
+        .execute()
+    )
+    for order in cancelled:  # one, or none if it was rejected
+        Stock.update(quantity=Stock.quantity + order.quantity).where(Stock.sku == order.sku).execute()
+        notify_customer.send(order_id)  # leaves with the commit, and not without it

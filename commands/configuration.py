@@ -53,6 +53,10 @@ def environment() -> dict[str, str]:
         "REDIS_NAMESPACE": settings.REDIS_NAMESPACE,
         "HEARTBEAT_TIMEOUT_MS": str(settings.HEARTBEAT_TIMEOUT_MS),
         "PORT": str(settings.PORT),
+        "PAYMENTS_PORT": str(settings.PAYMENTS_PORT),
+        "PAYMENTS_URL": settings.PAYMENTS_URL,
+        "PAYMENTS_TIMEOUT_MS": str(settings.PAYMENTS_TIMEOUT_MS),
+        "PAYMENTS_FILE": settings.PAYMENTS_FILE,
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }

@@ -1,4 +1,4 @@
-"""The processes of the demo: two workers and a relay, which are killed and started again."""
+"""The processes of the demo: two workers, a relay and the payment service."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+import settings
+
 from . import configuration
 from .process import PROJECT, ProcessGroup
 
@@ -19,29 +21,35 @@ if TYPE_CHECKING:
 
     from .interruption import Interruption
 
-Kind = Literal["threads", "gevent", "relay"]
+Kind = Literal["payments", "threads", "gevent", "relay"]
+
+KINDS: tuple[Kind, ...] = ("payments", "threads", "gevent", "relay")
 
 STOP_LIMIT_S = 5
 
 BESIDE_PYTHON = Path(sys.executable).parent
 ACTORS = ["commands.demo_actors", "--processes", "1", "--threads", "4"]
 
+SERVICE = ["payments:app", "--threads", "32", "--keep-alive", "5", "--no-control-socket"]
+
 #: Through Python: the first line of a script finds none in a path with a space.
 COMMANDS: dict[Kind, list[str]] = {
     "threads": [sys.executable, str(BESIDE_PYTHON / "dramatiq"), *ACTORS],
     "gevent": [sys.executable, str(BESIDE_PYTHON / "dramatiq-gevent"), *ACTORS],
     "relay": [sys.executable, str(PROJECT / "manage.py"), "relay"],
+    "payments": [sys.executable, str(BESIDE_PYTHON / "gunicorn"), *SERVICE],
 }
 #: What each prints when it is at work.
 READY: dict[Kind, bytes] = {
     "threads": b"ready for action",
     "gevent": b"ready for action",
     "relay": b"relay is at work",
+    "payments": b"Booting worker",
 }
 
 
 class DemoProcesses:
-    """A worker of threads, a worker of greenlets, and a relay.
+    """A worker of threads, a worker of greenlets, a relay, and the payment service.
 
     Arguments:
       logs: the folder for what they print.
@@ -57,7 +65,9 @@ class DemoProcesses:
         """Start one, or start it again, and return when it is at work."""
         log = self._logs / kind
         with log.open("wb") as output:
-            self._groups[kind] = ProcessGroup(COMMANDS[kind], configuration.environment(), output)
+            address = ["--bind", f"127.0.0.1:{settings.PAYMENTS_PORT}"] if kind == "payments" else []
+            command = COMMANDS[kind] + address
+            self._groups[kind] = ProcessGroup(command, configuration.environment(), output)
         while READY[kind] not in log.read_bytes():
             self.check()
             self._interruption.pause(0.05)
@@ -84,7 +94,7 @@ class DemoProcesses:
     @contextmanager
     def workers_stand_still(self) -> Iterator[None]:
         """Stop both workers, as a busy machine would, and let them go on at the end."""
-        groups = [group for kind, group in self._groups.items() if kind != "relay"]
+        groups = [group for kind, group in self._groups.items() if kind in ("threads", "gevent")]
         try:
             for group in groups:
                 group.signal(signal.SIGSTOP)
@@ -110,7 +120,7 @@ class DemoProcesses:
     def last_words(self) -> str:
         """The ends of their logs."""
         lines = []
-        for log in sorted(self._logs.iterdir()):
+        for log in (self._logs / kind for kind in KINDS if (self._logs / kind).exists()):
             lines += [f"{log.name}:", *log.read_text(errors="replace").splitlines()[-20:]]
         return "\n".join(lines)
 

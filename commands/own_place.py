@@ -1,8 +1,9 @@
-"""A PostgreSQL schema and a Redis namespace for one run, on whatever servers there are."""
+"""A schema, a namespace and a payment service for one run, on whatever servers there are."""
 
 from __future__ import annotations
 
 import secrets
+import socket
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -15,6 +16,7 @@ import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @contextmanager
@@ -39,6 +41,18 @@ def own_place() -> Iterator[None]:
             _execute(database_url, sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
             for key in client.scan_iter(match=f"{name}:*", count=1_000):
                 client.unlink(key)
+
+
+@contextmanager
+def own_payments(folder: Path) -> Iterator[None]:
+    """Lead the settings to a payment service that keeps its charges in a folder, on a port that is free."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        settings.PAYMENTS_PORT = probe.getsockname()[1]
+    settings.PAYMENTS_URL = f"http://127.0.0.1:{settings.PAYMENTS_PORT}"
+    settings.PAYMENTS_FILE = str(folder / "payments.sqlite")
+    settings.PAYMENTS_TIMEOUT_MS = 1_000  # a charge that is not answered is soon asked for again
+    yield
 
 
 def _execute(url: str, statement: sql.Composed) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from peewee import SQL, BigAutoField, IntegerField, Model, TextField
+from peewee import SQL, BigAutoField, BigIntegerField, IntegerField, Model, TextField
 
 from middleware.tables import TimestampTZField
 
@@ -12,12 +12,13 @@ from .database import database
 
 
 class OrderState(StrEnum):
-    """Where an order stands: placed, then rejected, or reserved and at last confirmed."""
+    """Where an order stands: placed; then rejected, or reserved; then shipped, or cancelled."""
 
     PLACED = "placed"
-    RESERVED = "reserved"
     REJECTED = "rejected"
-    CONFIRMED = "confirmed"
+    RESERVED = "reserved"
+    SHIPPED = "shipped"
+    CANCELLED = "cancelled"
 
 
 class Order(Model):
@@ -27,11 +28,11 @@ class Order(Model):
       id: given by the database.
       sku: which article, always one of `Stock`.
       quantity: how many pieces, at least 1.
-      customer: whom the order is for.
+      customer: the e-mail address of whoever it is for.
       state: an `OrderState`.
       created_at: when the order was placed, by the database's clock.
       reserved_at: when its stock was reserved, else NULL.
-      confirmed_at: when the customer could be told that it comes, else NULL.
+      amount_cents: what it costs, by the price when it was reserved, else NULL.
     """
 
     id = BigAutoField()
@@ -41,7 +42,7 @@ class Order(Model):
     state = TextField(default=OrderState.PLACED)
     created_at = TimestampTZField(constraints=[SQL("DEFAULT now()")])
     reserved_at = TimestampTZField(null=True)
-    confirmed_at = TimestampTZField(null=True)
+    amount_cents = BigIntegerField(null=True)
 
     class Meta:
         database = database

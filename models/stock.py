@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peewee import IntegerField, Model, TextField
+from peewee import SQL, IntegerField, Model, TextField
 
 from .database import database
 
@@ -13,10 +13,12 @@ class Stock(Model):
     Columns:
       sku: the name of the article.
       quantity: how many pieces are there; the database refuses less than zero.
+      price_cents: what one costs.
     """
 
     sku = TextField(primary_key=True)
     quantity = IntegerField()
+    price_cents = IntegerField(constraints=[SQL("DEFAULT 1000")])
 
     class Meta:
         database = database

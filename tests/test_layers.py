@@ -21,6 +21,7 @@ ALLOWED = {
     "embedded": set[str](),
     "models": {"settings", "middleware"},
     "actors": {"settings", "middleware", "models"},
+    "payments": {"settings"},
     "web": {"settings", "middleware", "models", "actors"},
     "commands": {"settings", "middleware", "models", "actors", "embedded"},
     "manage": {"settings", "middleware", "models", "actors", "embedded", "commands"},

@@ -128,10 +128,13 @@ def test_an_empty_schema_of_the_search_path_gets_every_table(
     assert {name for (name,) in ask(admin, TABLES, schema)} == {
         "barrier_members",
         "barriers",
+        "daily_reports",
         "dead_letters",
+        "notifications",
         "orders",
         "outbox_messages",
         "processed_messages",
+        "shipments",
         "stock",
         "ticks",
     }
@@ -177,12 +180,36 @@ def test_the_ledger_is_added_to_the_tables_of_the_processor_with_rows_in_them(
     # When they are migrated
     applied = Migrating(url).applied()
 
-    # Then every row is as it was, and an order can be confirmed
+    # Then every row is as it was, and an order can be shipped
     assert applied == [name for name in ALL if name not in before]
     assert ask(admin, rows) == orders
     assert ask(admin, f"SELECT message_id FROM {schema}.processed_messages") == [("a",)]
-    ask(admin, f"UPDATE {schema}.orders SET state = 'confirmed' WHERE state = 'reserved'")
+    ask(admin, f"UPDATE {schema}.orders SET state = 'shipped' WHERE state = 'reserved'")
     assert ask(admin, f"SELECT count(*) FROM {schema}.outbox_messages") == [(0,)]
+
+
+def test_an_order_that_was_confirmed_counts_as_shipped(
+    servers: Servers, admin: extensions.connection, schema: str, tmp_path: Path
+) -> None:
+    # Given the tables from before orders were paid, with a confirmed order and a placed one
+    url = url_of(servers, schema)
+    for name in (name for name in ALL if name < "0005"):
+        shutil.copy(MIGRATIONS / f"{name}.py", tmp_path)
+    Migrating(url, tmp_path).applied()
+    ask(admin, f"INSERT INTO {schema}.stock VALUES ('SKU-1', 5)")
+    ask(
+        admin,
+        f"INSERT INTO {schema}.orders (sku, quantity, customer, state, confirmed_at) VALUES"
+        " ('SKU-1', 1, 'Ada', 'confirmed', '2026-01-01Z'), ('SKU-1', 1, 'Ada', 'placed', NULL)",
+    )
+
+    # When they are migrated
+    Migrating(url).applied()
+
+    # Then the confirmed one is shipped, since it was confirmed, and the other one is as it was
+    assert ask(admin, f"SELECT state FROM {schema}.orders ORDER BY id") == [("shipped",), ("placed",)]
+    shipped = f"SELECT order_id, charge_id, shipped_at = '2026-01-01Z' FROM {schema}.shipments"
+    assert ask(admin, shipped) == [(1, None, True)]
 
 
 @pytest.mark.parametrize("isolation", ["read\\ committed", "serializable"])

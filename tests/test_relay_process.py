@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from dramatiq import Actor
 
     from .ledger_stage import LedgerStage
+    from .payment_service import PaymentService
     from .processes import Kind, WorkerProcess
     from .relays import RelayProcess
     from .servers import Servers
 
     StartRelay = Callable[..., RelayProcess]
 
-pytest_plugins = ("tests.ledger_stage", "tests.relay_fixtures")
+pytest_plugins = ("tests.ledger_stage", "tests.payment_service", "tests.relay_fixtures")
 
 
 def test_a_committed_row_is_in_redis_soon(
@@ -117,9 +118,9 @@ def test_without_a_relay_a_worker_publishes_what_has_been_due_for_a_second(
 
 @pytest.mark.parametrize("kind", ["threads", "gevent"])
 def test_without_a_relay_every_step_of_an_order_moves(
-    clean: Servers, worker_process: Callable[..., WorkerProcess], kind: Kind
+    clean: Servers, service: PaymentService, worker_process: Callable[..., WorkerProcess], kind: Kind
 ) -> None:
-    from actors import reserve_stock
+    from actors import fulfil
 
     # Given the application's worker, and no relay
     worker = worker_process(kind=kind)
@@ -128,8 +129,8 @@ def test_without_a_relay_every_step_of_an_order_moves(
     with database.atomic():
         Stock.create(sku="SKU-1", quantity=5)
         order = Order.create(sku="SKU-1", quantity=2, customer="Ada")
-        reserve_stock.send(order.id)
+        fulfil(order.id)
 
-    # Then it is reserved and confirmed, by two messages of the ledger
-    eventually(lambda: Order.get().state == OrderState.CONFIRMED, what=worker.output)
+    # Then it is reserved, paid and shipped, by messages of the ledger
+    eventually(lambda: Order.get().state == OrderState.SHIPPED, 20, what=worker.output)
     database.close()

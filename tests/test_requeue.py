@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from dramatiq import Message, Worker
 
-from actors import broker, confirm_order, reserve_stock
+from actors import broker, notify_customer, reserve_stock
 from models import DeadLetter, Order, OrderState, ProcessedMessage, Stock, database
 
 from .burials import bury, owed, run
@@ -81,7 +81,7 @@ def test_a_requeued_message_takes_effect_once_and_not_where_it_did_meanwhile(cle
 
     # Then the first took effect, and the second did not take effect twice
     states = [Order.get_by_id(order.id).state for order in orders]
-    assert states == [OrderState.CONFIRMED, OrderState.PLACED]
+    assert states == [OrderState.RESERVED, OrderState.PLACED]
     assert Stock.get_by_id("SKU-1").quantity == 8
 
 
@@ -116,7 +116,7 @@ def test_a_message_that_is_owed_a_later_attempt_is_not_set_back() -> None:
 
 def test_one_that_escaped_its_transaction_needs_to_be_forced() -> None:
     # Given one whose effect may stand without a key, and another
-    escaped, other = bury(error_class="TransactionEscaped"), bury(confirm_order.message(1))
+    escaped, other = bury(error_class="TransactionEscaped"), bury(notify_customer.message(1))
 
     # When both are requeued
     result = run("requeue", str(escaped.id), str(other.id))
@@ -148,7 +148,7 @@ UNFIT: dict[str, Callable[[Message[Any]], bytes]] = {
 def test_one_that_cannot_be_sent_is_refused_with_a_sentence_and_stays(what: str) -> None:
     # Given one that no worker can work with, and another
     message = reserve_stock.message(1)
-    unfit, other = bury(message, UNFIT[what](message)), bury(confirm_order.message(1))
+    unfit, other = bury(message, UNFIT[what](message)), bury(notify_customer.message(1))
 
     # When both are requeued
     result = run("requeue", str(unfit.id), str(other.id))

@@ -32,6 +32,10 @@ DEFAULTS = {
     "REDIS_WINDOW": 10_000,
     "MAX_MESSAGE_BYTES": 1_048_576,
     "PORT": 8_000,
+    "PAYMENTS_PORT": 8_001,
+    "PAYMENTS_URL": "http://127.0.0.1:8001",
+    "PAYMENTS_TIMEOUT_MS": 5_000,
+    "PAYMENTS_FILE": ".payments/payments.sqlite",
 }
 
 

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from flask.testing import FlaskClient
     from werkzeug.test import TestResponse
 
+    from .payment_service import PaymentService
     from .processes import WorkerProcess
     from .servers import Servers
+
+pytest_plugins = ("tests.payment_service",)
 
 ORDER = {"sku": "SKU-1", "quantity": 2, "customer": "someone@example.org"}
 
@@ -167,8 +170,8 @@ def test_no_request_leaves_its_connection_open(client: FlaskClient, change: dict
     assert database.is_closed()
 
 
-def test_an_order_placed_at_gunicorn_is_confirmed_by_a_worker(
-    tmp_path: Path, worker_process: Callable[..., WorkerProcess]
+def test_an_order_placed_at_gunicorn_is_shipped_by_a_worker(
+    tmp_path: Path, service: PaymentService, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     # Given a worker, and the application behind gunicorn
     worker_process(module="actors")
@@ -192,8 +195,8 @@ def test_an_order_placed_at_gunicorn_is_confirmed_by_a_worker(
             gunicorn.terminate()
     assert answer.status_code == 202
 
-    # Then its stock is reserved, and it is confirmed
-    eventually(lambda: Order.get_by_id(answer.json()["id"]).state == OrderState.CONFIRMED)
+    # Then its stock is reserved, and it is shipped
+    eventually(lambda: Order.get_by_id(answer.json()["id"]).state == OrderState.SHIPPED)
     assert Stock.get_by_id("SKU-1").quantity == 3
 
 
@@ -210,7 +213,7 @@ def test_an_order_can_be_placed_while_redis_is_away_i7(
     assert answer.status_code == 202
     assert [message.actor_name for message in owed()] == ["reserve_stock"]
 
-    # And when Redis is back it is confirmed
+    # And when Redis is back it is reserved
     servers.redis.start()
     worker_process(module="actors")
-    eventually(lambda: Order.get().state == OrderState.CONFIRMED)
+    eventually(lambda: Order.get().state == OrderState.RESERVED)

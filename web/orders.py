@@ -7,7 +7,7 @@ from typing import Any
 from flask import Blueprint, Response, jsonify, request
 from werkzeug.exceptions import BadRequest, UnprocessableEntity
 
-from actors import reserve_stock
+from actors import fulfil
 from models import Order, Stock, database
 
 #: The largest number that the column can hold.
@@ -18,9 +18,9 @@ orders = Blueprint("orders", __name__)
 
 @orders.post("/orders")
 def place_order() -> tuple[Response, int]:
-    """Store an order and send the message that reserves its stock.
+    """Store an order and set it going.
 
-    The message is written with the order and leaves with the commit: there is no order without
+    Its first message is written with the order and leaves with the commit: there is no order without
     its message and no message without its order, whether Redis is there or not.
 
     Returns:
@@ -31,7 +31,7 @@ def place_order() -> tuple[Response, int]:
         if not Stock.select().where(Stock.sku == asked["sku"]).exists():
             raise UnprocessableEntity(f"There is no article with the SKU {asked['sku']!r}.")
         order = Order.create(**asked)
-        reserve_stock.send(order.id)  # leaves with the commit
+        fulfil(order.id)  # leaves with the commit
     return jsonify(id=order.id, state=order.state), 202
 
 
